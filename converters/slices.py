@@ -174,7 +174,8 @@ def _copy_tensors(
     bundle: Bundle, source: CheckedFile, tensors: Mapping[str, TensorSpec], path: Path
 ) -> FileDigest:
     """Write the safetensors file `path` with some of the tensors of `source`, which are checked as read."""
-    layout = tensors_layout(tensors)
+    # The unit of the source's checksums is that of every file of its kind.
+    layout = tensors_layout(tensors, source.crc_units[0])
     digest = FileDigest(layout, _native.crc32c)
     with FlashReader([source]) as reader, disk_errors(path, _REMEDY):
         file = TensorFile(bundle, reader, source, 0)

@@ -24,9 +24,9 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.bundle.file_layouts import resident_tensors
 from ondevice.bundle.layout import (
-    CRC_BLOCK_BYTES,
     DATA_OFFSET,
     RESIDENT,
+    RESIDENT_BLOCK_BYTES,
     RecordLayout,
     SliceLayout,
     embedding_layout,
@@ -226,10 +226,10 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None
 def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
     """Read, evenly spaced, records of every layer and blocks of the resident file. Raises FlashReadError."""
     nbytes = bundle.file(RESIDENT).nbytes
-    blocks = range(0, -(-nbytes // CRC_BLOCK_BYTES))
+    blocks = range(0, -(-nbytes // RESIDENT_BLOCK_BYTES))
     for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
-        start = block * CRC_BLOCK_BYTES
-        reader.read(RESIDENT_FILE, start, min(CRC_BLOCK_BYTES, nbytes - start))
+        start = block * RESIDENT_BLOCK_BYTES
+        reader.read(RESIDENT_FILE, start, min(RESIDENT_BLOCK_BYTES, nbytes - start))
     for layer, count in enumerate(record_counts(bundle.config, bundle.quant)):
         picks = np.unique(np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64))
         records = np.empty((len(picks), bundle.neuron_layouts[layer].stride), np.uint8)
@@ -261,7 +261,7 @@ def _logits(
         with closing(backend):
             number = min(count, config.vocab_size - first)
             bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
-            piece = TiledSection(replace(section.matrix, rows=number), tiles)
+            piece = TiledSection(replace(section.matrix, rows=number), tiles, section.place)
             part = replace(head, sections=(piece,), bias=bias)
             logits = backend.linear(x, loaded_parts(backend, [part])["head"])
             cap = config.logit_soft_cap

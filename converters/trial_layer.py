@@ -19,7 +19,8 @@ from ondevice.backends.base import (
     Float32,
     KVLayout,
 )
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward
+from ondevice.backends.cpu import CpuBackend
+from ondevice.backends.cpu_neurons import CpuFeedForward
 from ondevice.backends.cpu_slices import CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch

@@ -8,7 +8,6 @@ the next call of the op.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -28,18 +27,20 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.cpu_attention import CpuAttention
+from ondevice.backends.cpu_matrices import CpuLinear, StoredMatrix, StreamedHead, StreamedLinear
+from ondevice.backends.cpu_neurons import CpuFeedForward
 from ondevice.backends.cpu_recurrent import CpuRecurrent
-from ondevice.backends.cpu_slices import CpuSlices, native_matrices
+from ondevice.backends.cpu_slices import CpuSlices
 from ondevice.backends.embedding_table import EmbeddingTable
-from ondevice.backends.expert_records import HELD_ROWS, ExpertRecords
-from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer, FirstNeurons
+from ondevice.backends.expert_records import HELD_ROWS
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, sigmoid, substituted
 from ondevice.backends.tiled_source import TiledSource
-from ondevice.bundle.layout import RecordLayout, SliceLayout
+from ondevice.bundle.layout import SliceLayout
 from ondevice.bundle.matrix_layout import padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
@@ -92,75 +93,11 @@ def contributions(
         np.abs(contribution, out=contribution)
 
 
-@dataclass(frozen=True)
-class CpuLinear:
-    """A packed matrix; bias: (N,) or None."""
-
-    matrix: _native.Matrix
-    bias: Float32 | None
-
-
-class CpuFeedForward(FeedForwardLayer):
-    """One layer's neurons, packed for the kernels: segments are `_native.Segment`."""
-
-    def __init__(
-        self,
-        runner: _native.Runner,
-        index: int,
-        source: FeedForwardSource,
-        segment_neurons: int,
-        selector: Selector | None = None,
-        biases: Biases = NO_BIASES,
-        gates: CpuLinear | None = None,
-    ) -> None:
-        super().__init__(index, source, segment_neurons, selector)
-        self.gates = gates
-        layout = source.layout
-        assert isinstance(layout, RecordLayout)
-        gate, *up, down = layout.row_offsets
-        self.native = _native.FeedForward(
-            source.hidden_size,
-            layout.rows[0].stored,
-            layout.stride,
-            gate,
-            up[0] if up else None,
-            down,
-            biases.gates,
-        )
-        self.expert = _native_expert(source.hidden_size, source.experts)
-        self.output_bias: Float32 | None = biases.output
-        self._runner = runner
-
-    def hold_all(self, read_bytes: int) -> None:
-        """Read all neurons into one segment, which holds them; `read_bytes` bytes, or a block, at a time."""
-        segment, source = self.new_segment(), self.source
-        step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
-        for first in range(0, source.num_neurons, step):
-            self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
-        self.segments.append(segment)
-
-    def new_segment(self, high_plane: bool = False) -> _native.Segment:
-        return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
-
-    def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
-        neurons = self.segment_range(index)
-        blocks = -(-len(neurons) // BLOCK_NEURONS)
-        block0 = (first - neurons.start) // BLOCK_NEURONS
-        self.native.pack(self._runner, segment, blocks, block0, records)
-
-
 def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
     """`out` (T, D), the output bias added in place, if there is one."""
     if bias is not None:
         out += bias
     return out
-
-
-def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert | None:
-    """What the kernels know of a layer's experts, if they are stored as matrices."""
-    if records is None or records.layout is None:
-        return None
-    return native_matrices(hidden, records.layout)
 
 
 class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
@@ -193,6 +130,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         super().__init__(resident_embedding)
         self._dense_neurons = dense_neurons
         self.runner = runner
+        self.streamed: list[StreamedLinear] = []
+        """The matrices that may come from flash, in the order of their units."""
         self._segment_neurons = segment_neurons
         self._piece_neurons = piece_neurons
         self._staging: _native.Segment | None = None
@@ -215,6 +154,17 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             for first, tiles in section.chunks():
                 matrix.load_tiles(index, first, tiles)
         return CpuLinear(matrix, None if bias is None else self.load_vector(bias))
+
+    def load_streamed(
+        self,
+        unit: int,
+        stored: Sequence[StoredMatrix],
+        bias: Float32 | None = None,
+    ) -> StreamedLinear:
+        """`load_tiles` of a matrix that lies on flash, and comes from there when it is needed."""
+        linear = StreamedLinear(unit, stored, None if bias is None else self.load_vector(bias))
+        self.streamed.append(linear)
+        return linear
 
     def new_matrix(self, sections: list[tuple[int, RowFormat]], cols: int) -> _native.Matrix:
         """The matrix into which `load_linear` and `load_tiles` load. sections: rows and format of each."""
@@ -272,11 +222,31 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return table.rows(self.runner, tokens)
 
     def linear(
-        self, x: Float32, weight: CpuLinear, norm: Norm | None = None, added: Float32 | None = None
+        self,
+        x: Float32,
+        weight: CpuLinear | StreamedLinear | StreamedHead,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
     ) -> Float32:
+        if isinstance(weight, StreamedHead):
+            return self._headed(x, weight, norm)
         matrix = weight.matrix
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         matrix.forward(self.runner, x, weight.bias, out, norm, added)
+        return out
+
+    def _headed(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
+        """`linear` of the output head, unit by unit."""
+        out, first = self._buffer("linear", (len(x), head.rows)), 0
+        for unit in head.units:
+            logits = out[:, first : first + unit.rows]
+            if len(x) == 1:
+                unit.matrix.forward(self.runner, x, unit.bias, logits, norm)
+            else:
+                rows = self._buffer("head", (len(x), unit.rows))
+                unit.matrix.forward(self.runner, x, unit.bias, rows, norm)
+                logits[:] = rows
+            first += unit.rows
         return out
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from ondevice.backends.base import Bytes, EmbeddingSource, Float32, Int32
@@ -11,13 +13,20 @@ from ondevice.bundle.matrix_layout import TILE_ROWS
 from ondevice.kernels import _native, memory
 
 
+class HeadRows(Protocol):
+    """The rows of an output head that are the embedding's too."""
+
+    def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
+        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
+
+
 class EmbeddingTable:
     """Rows of the table: read from flash for each pass, or copied from memory while it is resident.
 
-    head: a matrix in memory that has the same rows; they are then looked up there.
+    head: has the same rows; they are looked up there while it is in memory.
     """
 
-    def __init__(self, source: EmbeddingSource, head: _native.Matrix | None = None) -> None:
+    def __init__(self, source: EmbeddingSource, head: HeadRows | None = None) -> None:
         self._head = head
         self.file = source.file
         self.vocab_size = source.vocab_size
@@ -40,8 +49,8 @@ class EmbeddingTable:
         layout, width = self.layout, self.hidden_size
         row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
         out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
-        if self._head is not None:
-            self._head.look_up(runner, tokens, out)
+        if self._head is not None and self._head.look_up(runner, tokens, out):
+            pass
         elif isinstance(layout, TileLayout):
             step = tokens_at_once(layout)
             for start in range(0, len(tokens), step):

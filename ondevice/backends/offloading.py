@@ -28,7 +28,7 @@ class OffloadingBackend:
         if offloaded:
             return EmbeddingTable(source)
         if head is not None and self.looks_up:
-            return EmbeddingTable(source, head.matrix)
+            return EmbeddingTable(source, head)
         self._embedding = EmbeddingTable(source)
         self.hold_embedding(self._resident_embedding)
         return self._embedding

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.stored_rows import tokens_at_once
 from ondevice.budget.memory_model import MemoryModel, input_bytes, input_form
 from ondevice.budget.sizes import (
     BufferShape,
+    MatrixShape,
     SegmentShape,
     SlotShape,
     buffer_shape,
     dense_shape,
     expert_shape,
     logits_rows,
+    matrix_shape,
     segment_shape,
 )
 from ondevice.bundle.layout import (
@@ -55,6 +58,14 @@ class CpuMemory(MemoryModel):
     @property
     def dense(self) -> SegmentShape | None:
         return dense_shape(self.config, self.quant)
+
+    @cached_property
+    def matrices(self) -> MatrixShape | None:
+        shape = None if self.drafts_itself else matrix_shape(self.config, self.quant)
+        if shape is None or not self.looks_up_head:
+            return shape
+        # While the head is read, so are the rows of tokens.
+        return replace(shape, shared_bytes=shape.shared_bytes + self._table_bytes)
 
     @property
     def buffers(self) -> BufferShape:
@@ -97,8 +108,10 @@ class CpuMemory(MemoryModel):
     @property
     def _lookup_bytes(self) -> int:
         """Tiles in which tokens are looked up at a time."""
-        if not self.config.part.embeds or self.looks_up_head:
-            return 0
+        return self._table_bytes if self.config.part.embeds and not self.looks_up_head else 0
+
+    @property
+    def _table_bytes(self) -> int:
         layout = embedding_layout(self.config, self.quant)
         return min(self.pass_tokens, tokens_at_once(layout)) * layout.stride
 

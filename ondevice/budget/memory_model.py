@@ -16,6 +16,7 @@ from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.backends.recurrent import MARKS
 from ondevice.budget.sizes import (
     BufferShape,
+    MatrixShape,
     SegmentShape,
     SlotShape,
     context_tokens,
@@ -32,7 +33,7 @@ from ondevice.budget.sizes import (
 from ondevice.bundle.draft_layers import EAGLE_TAPS
 from ondevice.bundle.file_layouts import resident_matrices
 from ondevice.bundle.layout import (
-    CRC_BLOCK_BYTES,
+    RESIDENT_BLOCK_BYTES,
     embedding_layout,
     embedding_tiles,
     neuron_layout,
@@ -93,6 +94,11 @@ class MemoryModel(ABC):
     @property
     def dense(self) -> SegmentShape | None:
         """Pieces of memory for neurons that aren't an expert's, where they may come from flash; else None."""
+        return None
+
+    @property
+    def matrices(self) -> MatrixShape | None:
+        """Units of the matrices of every token, where these may come from flash; else None."""
         return None
 
     @property
@@ -162,7 +168,8 @@ class MemoryModel(ABC):
     def weights_bytes(self) -> int:
         """Weights of every token: attention, norms, head, checksum tables, and what selects neurons.
 
-        Neurons that aren't an expert's are counted here unless they have `dense` pieces.
+        Matrices are counted here unless they are in `matrices`, and neurons that aren't an expert's unless
+        they have `dense` pieces.
         """
         selecting = 0
         if self.selects_neurons:
@@ -174,7 +181,8 @@ class MemoryModel(ABC):
             experts = self.config.experts
             table = experts.count * NEURON_TABLE_BYTES + history_bytes(experts.chosen)
             selecting += self.config.num_layers * table
-        return self._matrices_bytes + selecting
+        streamed = 0 if self.matrices is None else self.matrices.total_bytes
+        return self._matrices_bytes - streamed + selecting
 
     @property
     def looks_up_head(self) -> bool:
@@ -303,7 +311,7 @@ class MemoryModel(ABC):
             checksums += len(config.expert_layers) * config.experts.count * config.feed_forward.num_rows
         checksums += embedding_tiles(config) * config.has_table
         checksums += config.vocab_size * config.has_inputs_table
-        checksums += weights // CRC_BLOCK_BYTES
+        checksums += weights // RESIDENT_BLOCK_BYTES
         return weights + 4 * checksums
 
     @property

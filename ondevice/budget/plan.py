@@ -16,9 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
+from typing import NamedTuple
 
 from ondevice.budget.memory_model import MemoryModel
-from ondevice.budget.sizes import DECODE_TOKENS, BufferShape, SegmentShape, SlotShape
+from ondevice.budget.sizes import DECODE_TOKENS, BufferShape, MatrixShape, SegmentShape, SlotShape
 from ondevice.errors import UsageError
 from ondevice.units import PAGE_BYTES, MemoryRoom
 
@@ -42,13 +43,20 @@ QUOTA_MARGIN_BYTES = 12 << 20
 Such passes leave the heap larger than they found it, by up to 7 MB in `long_ceiling.py`."""
 
 
+class Held(NamedTuple):
+    """Weights in memory: units of matrices, which come first, and segments of neurons."""
+
+    units: int
+    segments: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The memory of every part under `budget_bytes`. No other field depends on the budget."""
 
     budget_bytes: int
     weights_bytes: int
-    """Attention, norms, head and checksum tables: what every token uses."""
+    """Vectors, checksum tables and matrices that always stay, as every token uses them."""
     embedding_bytes: int
     """The embedding table; its rows stay on flash unless everything fits. 0 where they come from the head."""
     max_context: int
@@ -86,6 +94,8 @@ class Plan:
     """Share of the budget that `max_context`, longer than the default, was given; 0 if it is no longer."""
     looks_up_head: bool = False
     """Whether rows of the embedding are looked up in the head."""
+    matrices: MatrixShape | None = None
+    """Units of the matrices of every token, where these may come from flash; None where they always stay."""
     dense: SegmentShape | None = None
     """Pieces for neurons that aren't an expert's, in a model with experts; None where they always stay."""
 
@@ -116,7 +126,8 @@ class Plan:
         segments = self.segment.bytes_of(self.segment.total) - self.segment.bytes_of(self.segment.least)
         if self.dense is not None:
             segments += self.dense.bytes_of(self.dense.total)
-        return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
+        bare = self._bare_bytes - self._shared_bytes + self._matrices_total
+        return max(bare + segments, self._loading_bytes, self._opening_bytes)
 
     @property
     def minimum_parts(self) -> dict[str, int]:
@@ -127,6 +138,7 @@ class Plan:
             "buffers and scratch memory": self.buffers.nbytes
             + self.activation_bytes
             + self.segment.bytes_of(self.segment.least),
+            "matrices as they are read": self._streaming_bytes,
             "drafting": self.draft_bytes,
             "constraints of texts": self.constraint_bytes,
             "the process itself": self.process_bytes,
@@ -154,7 +166,7 @@ class Plan:
 
     @property
     def offloads_weights(self) -> bool:
-        """True if some feed-forward weights may have to come from flash."""
+        """True if some weights may have to come from flash."""
         return self.budget_bytes < self.resident_budget_bytes
 
     @property
@@ -183,7 +195,7 @@ class Plan:
         """
         if self.dense is None:
             return 0
-        left = max(0, self.budget_bytes - self._bare_bytes)
+        left = self.budget_bytes - self._bare_bytes + self._shared_bytes - self._matrices_total
         return self.dense.fitting(left) if self.offloads_weights else self.dense.total
 
     @property
@@ -191,10 +203,19 @@ class Plan:
         """`dense_segments` by layer; empty where no such neurons may come from flash."""
         return () if self.dense is None else self.dense.quota(self.dense_segments)
 
+    @cached_property
+    def held_units(self) -> int:
+        """Units of `matrices` that stay in memory beside a full context and in the widest pass."""
+        return self.held_beside(self.kv_cache_bytes).units
+
+    @property
+    def holds_matrices(self) -> bool:
+        """True if every matrix that all tokens use then stays in memory."""
+        return self.matrices is None or self.held_units == len(self.matrices.unit_bytes)
+
     @property
     def resident_weights_bytes(self) -> int:
-        dense = 0 if self.dense is None else self.dense.bytes_of(self.dense_segments)
-        return self.weights_bytes + dense + (self.embedding_bytes if self.embedding_resident else 0)
+        return self.weights_bytes + self._kept_weights_bytes + self._matrix_bytes(self.held_units)
 
     @property
     def staging_bytes(self) -> int:
@@ -209,7 +230,7 @@ class Plan:
         """All weights of the model as they would lie in memory."""
         dense = 0 if self.dense is None else self.dense.bytes_of(self.dense.total)
         neurons = self.segment.bytes_of(self.segment.total)
-        return self.weights_bytes + self.embedding_bytes + dense + neurons
+        return self.weights_bytes + self._matrices_total + self.embedding_bytes + dense + neurons
 
     @property
     def neuron_cache_bytes(self) -> int:
@@ -219,7 +240,8 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """The sum of all parts, with a full context."""
-        return self._fixed_bytes + self.kv_cache_bytes + self.neuron_cache_bytes
+        held = self._matrix_bytes(self.held_units) + self.neuron_cache_bytes
+        return self._fixed_bytes + self.kv_cache_bytes + held
 
     @property
     def start_bytes(self) -> int:
@@ -227,13 +249,15 @@ class Plan:
 
         Where weights come from flash, neurons have that memory until then.
         """
-        neurons = self.segment.bytes_of(self.segments_for(self.kv_block_bytes))
-        return min(self.total_bytes, self._fixed_bytes + self.kv_block_bytes + neurons)
+        units, segments = self.held_beside(self.kv_block_bytes)
+        held = self._matrix_bytes(units) + self.segment.bytes_of(segments)
+        return min(self.total_bytes, self._fixed_bytes + self.kv_block_bytes + held)
 
     @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
         held = self.segment.bytes_of(self.segment.least if self.offloads_weights else self.segment.total)
+        held += self._shared_bytes if self.offloads_weights else self._matrices_total
         most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
         return max(self.kv_cache_bytes, most - self._fixed_bytes - held)
 
@@ -243,16 +267,23 @@ class Plan:
         most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
-    def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
-        """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
+    def held_beside(self, kv_bytes: int, tokens: int | None = None) -> Held:
+        """Matrices, and then neurons, that may be held beside `kv_bytes` of key/value blocks.
 
         tokens: width of the widest pass whose scratch memory is held, by default the widest of all.
         """
         if not self.offloads_weights:
-            return self.segment.total
+            return Held(0 if self.matrices is None else len(self.matrices.unit_bytes), self.segment.total)
         idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
-        left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
-        return self.segment.fitting(left)
+        left, units = self.budget_bytes - self._fixed_bytes - kv_bytes + idle, 0
+        if self.matrices is not None:
+            units = self.matrices.fitting(left - self.segment.bytes_of(self.segment.least))
+            left -= self.matrices.bytes_of(units)
+        return Held(units, self.segment.fitting(left))
+
+    def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
+        """The segments of `held_beside`."""
+        return self.held_beside(kv_bytes, tokens).segments
 
     @property
     def kept_slots(self) -> int:
@@ -320,8 +351,22 @@ class Plan:
     @property
     def _bare_bytes(self) -> int:
         """Memory of a full context in all, with the fewest feed-forward segments."""
-        least = self.segment.bytes_of(self.segment.least)
+        least = self.segment.bytes_of(self.segment.least) + self._streaming_bytes
         return self._always_bytes + self.buffers.nbytes + self.kv_cache_bytes + least
+
+    @property
+    def _streaming_bytes(self) -> int:
+        """Memory through which matrices are read in every pass."""
+        return 0 if self.matrices is None else self.matrices.streaming_bytes
+
+    @property
+    def _shared_bytes(self) -> int:
+        """What of it isn't there once all matrices are held; the first pass reads through the rest."""
+        return 0 if self.matrices is None else self.matrices.shared_bytes
+
+    @property
+    def _matrices_total(self) -> int:
+        return 0 if self.matrices is None else self.matrices.total_bytes
 
     @property
     def _loading_bytes(self) -> int:
@@ -340,10 +385,20 @@ class Plan:
         return held + self.weights_bytes + self.activation_bytes + self.predictor_bytes + self.draft_bytes
 
     @property
+    def _kept_weights_bytes(self) -> int:
+        """What this budget keeps besides segments and units, and the slots through which units are read."""
+        dense = 0 if self.dense is None else self.dense.bytes_of(self.dense_segments)
+        slots = 0 if self.matrices is None else self.matrices.slots_bytes
+        return dense + slots + (self.embedding_bytes if self.embedding_resident else 0)
+
+    def _matrix_bytes(self, units: int) -> int:
+        """Memory of the matrices with so many units held."""
+        return 0 if self.matrices is None else self.matrices.bytes_of(units)
+
+    @property
     def _fixed_bytes(self) -> int:
-        """Everything but the key/value cache and the segments."""
-        resident = self.resident_weights_bytes - self.weights_bytes
-        return self._always_bytes + resident + self.staging_bytes
+        """Everything but the key/value cache, the segments and the units of matrices."""
+        return self._always_bytes + self._kept_weights_bytes + self.staging_bytes
 
 
 def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -> Plan:
@@ -374,6 +429,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         predictor_bytes=memory.predictor_bytes,
         draft_bytes=memory.draft_bytes,
         looks_up_head=memory.looks_up_head,
+        matrices=memory.matrices,
         dense=memory.dense,
     )
 

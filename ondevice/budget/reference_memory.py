@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from ondevice.budget.cpu_memory import CpuMemory
-from ondevice.budget.sizes import BufferShape, SegmentShape, segment_shape
+from ondevice.budget.sizes import BufferShape, MatrixShape, SegmentShape, segment_shape
 from ondevice.bundle.weight_shapes import extra_matrices
 
 
@@ -40,6 +41,11 @@ class ReferenceMemory(CpuMemory):
     @property
     def dense(self) -> SegmentShape | None:
         """None: every neuron is among `weights_bytes`."""
+        return None
+
+    @cached_property
+    def matrices(self) -> MatrixShape | None:
+        """None: so is every matrix."""
         return None
 
     @property

@@ -7,12 +7,14 @@ models derived from it put them together.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from ondevice.bundle.layout import (
+    RESIDENT_BLOCK_BYTES,
     SliceLayout,
     expert_bytes,
     neuron_layouts,
@@ -20,7 +22,8 @@ from ondevice.bundle.layout import (
     record_layout,
     slice_neurons,
 )
-from ondevice.bundle.matrix_layout import RowLayout, padded
+from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix, padded
+from ondevice.bundle.matrix_units import matrix_units
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -43,6 +46,10 @@ SLICE_SLOTS = 12
 With as many slots as threads, threads wait for the one whose read is the oldest. GB/s with 8, 12 and 16
 slots: 0.94, 1.47 and 1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slices of 0.8 MB (`python -m
 tests.benchmarks.explain.slice_reads`)."""
+MATRIX_PIECE_BYTES = 512 << 10
+"""Target size of one read of a matrix that isn't held."""
+MATRIX_SLOTS = 6
+"""Slots for such reads."""
 STREAM_SHARE = 16
 """Divisor of the feed-forward weights that bounds the read-ahead's slots, which are two at least."""
 FETCH_NEURONS = 1024
@@ -174,6 +181,55 @@ class SlotShape:
 
 
 @dataclass(frozen=True)
+class MatrixShape:
+    """Memory for the matrices of every token, in units that are held in order: `matrix_units`.
+
+    unit_bytes: of each unit. piece_bytes: most bytes that are read at once, but for a longer tile.
+    slot_bytes: of each of MATRIX_SLOTS slots through which units are read. shared_bytes: memory into which
+    those that aren't held are copied.
+    """
+
+    unit_bytes: tuple[int, ...]
+    piece_bytes: int
+    slot_bytes: int
+    shared_bytes: int
+
+    @property
+    def slots_bytes(self) -> int:
+        return MATRIX_SLOTS * self.slot_bytes
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Memory for reading units in every pass."""
+        return self.slots_bytes + self.shared_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all units."""
+        return self._sums[-1]
+
+    def fitting(self, nbytes: int) -> int:
+        """Most units that may be held in `nbytes` bytes, with what the others share, but for the slots."""
+        if nbytes >= self.total_bytes:
+            return len(self.unit_bytes)
+        held = bisect_right(self._sums, nbytes - self.shared_bytes) - 1
+        return max(0, min(held, len(self.unit_bytes) - 1))
+
+    def held_bytes(self, units: int) -> int:
+        """Bytes of so many units."""
+        return self._sums[units]
+
+    def bytes_of(self, units: int) -> int:
+        """Memory with so many units held, with what the others share, but for the slots."""
+        return self._sums[units] + (self.shared_bytes if units < len(self.unit_bytes) else 0)
+
+    @cached_property
+    def _sums(self) -> tuple[int, ...]:
+        """Bytes of the first units, for each number of them."""
+        return tuple(accumulate(self.unit_bytes, initial=0))
+
+
+@dataclass(frozen=True)
 class BufferShape:
     """Buffers for reading offloaded records: `slots` of them, each for up to `neurons` records.
 
@@ -218,6 +274,26 @@ def segment_shape(
         )
     unit = block_bytes or _block_bytes(config, quant)
     return _segments(config.widths, unit, aim_bytes, config.model_widths)
+
+
+def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
+    """Units of the matrices of every token, and pieces near 512 KiB, or of half the largest unit if less.
+
+    None where reading them would take as much memory as holding them.
+    """
+    units = matrix_units(config, quant)
+    sizes = tuple(sum(matrix.nbytes for linear in unit for matrix in linear) for unit in units)
+    shared = Counter[tuple[TiledMatrix, ...]]()
+    for unit in units:
+        shared |= Counter(unit)
+    piece = max(MATRIX_PIECE_BYTES // 4, min(MATRIX_PIECE_BYTES, max(sizes, default=0) // 2))
+    tile = max((matrix.tile_bytes for unit in units for linear in unit for matrix in linear), default=0)
+    # A read is widened to blocks with a checksum, or to records, and to pages, on both sides.
+    widened = max(RESIDENT_BLOCK_BYTES, padded(tile, PAGE_BYTES)) + PAGE_BYTES
+    slot = padded(max(piece, tile), PAGE_BYTES) + 2 * widened
+    memory = sum(count * sum(matrix.nbytes for matrix in linear) for linear, count in shared.items())
+    shape = MatrixShape(sizes, piece, slot, memory)
+    return shape if shape.streaming_bytes < shape.total_bytes else None
 
 
 def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:

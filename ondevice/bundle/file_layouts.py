@@ -21,6 +21,7 @@ from ondevice.bundle.layout import (
     POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
+    RESIDENT_BLOCK_BYTES,
     ExpertLayout,
     RecordLayout,
     SliceLayout,
@@ -204,8 +205,8 @@ class FileLayout:
         return cycles * len(self.crc_units) + (rest > 0)
 
 
-def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
-    """Layout of a safetensors file with these tensors."""
+def tensors_layout(tensors: Mapping[str, TensorSpec], block_bytes: int = CRC_BLOCK_BYTES) -> FileLayout:
+    """Layout of a safetensors file with these tensors, and a CRC for every `block_bytes`."""
     header = resident_header(tensors)
     halves, floats = [], []
     offset = len(header)
@@ -214,13 +215,13 @@ def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
         if spec.dtype == "F32":
             floats.append((offset, offset + spec.nbytes))
         offset += spec.nbytes
-    return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves), floats=tuple(floats))
+    return FileLayout(offset, header, 0, (block_bytes,), halves=tuple(halves), floats=tuple(floats))
 
 
 def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
     """Layout of the file `name` of a bundle (any but the manifest and the checksum table)."""
     if name == RESIDENT:
-        return tensors_layout(resident_tensors(config, quant))
+        return tensors_layout(resident_tensors(config, quant), RESIDENT_BLOCK_BYTES)
     if name == EMBEDDING:
         return _record_file(embedding_tiles(config), embedding_layout(config, quant))
     if name == PER_LAYER:

@@ -23,6 +23,8 @@ PLANE_ALIGNMENT = 64
 """Alignment of a matrix in a slice's planes, in bytes."""
 CRC_BLOCK_BYTES = 1 << 20
 """Bytes that one CRC32C covers in files without records."""
+RESIDENT_BLOCK_BYTES = 16 << 10
+"""The same in the resident file, whose matrices may be read one by one in every pass."""
 
 MANIFEST = "bundle.json"
 PARTIAL = ".partial"

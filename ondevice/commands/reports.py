@@ -78,6 +78,17 @@ def pressure_summary(found: MemoryPressure) -> str:
 
 def residency(plan: Plan) -> str:
     """What will be in memory and what is read from flash, in one line. `stats_line` uses the same plan."""
+    neurons = _neuron_residency(plan)
+    if plan.matrices is None or plan.holds_matrices:
+        return neurons
+    start, full = (
+        share(plan.matrices.held_bytes(plan.held_beside(kv, DECODE_TOKENS).units), plan.matrices.total_bytes)
+        for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
+    )
+    return f"attention and head to be resident: {start} at the start, {full} when full; {neurons}"
+
+
+def _neuron_residency(plan: Plan) -> str:
     segment, blocks = plan.segment, (plan.kv_block_bytes, plan.kv_cache_bytes)
     if isinstance(segment, SlotShape):
         start, full = map(plan.kept_slots_beside, blocks)

@@ -40,6 +40,7 @@ def token_bytes(
             as often as another.
     """
     always = plan.weights_bytes + plan.predictor_bytes
+    always += 0 if plan.matrices is None else plan.matrices.total_bytes
     segments = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS)
     if config.experts is None:
         neurons = sum(

@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,12 @@ from ondevice.backends.base import (
     Biases,
     Embedding,
     FeedForward,
+    Float32,
     HeadNorms,
     Norm,
     Router,
 )
+from ondevice.backends.cpu_matrices import StreamedHead
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, MixerWeights
 from ondevice.bundle.layout import (
@@ -34,6 +36,7 @@ from ondevice.bundle.layout import (
     projection_matrices,
 )
 from ondevice.bundle.matrix_layout import TiledMatrix
+from ondevice.bundle.matrix_units import ROUTER, head_rows
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
@@ -41,7 +44,7 @@ from ondevice.bundle.weight_shapes import EXPERT_NORMS, WeightShape, layer_weigh
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import QuantConfig, Sparsity
 from ondevice.flash.reader import FlashReader
-from ondevice.model.parts import Part, TiledSection, TilesPart, VectorPart, part_tasks
+from ondevice.model.parts import Part, StreamedPart, TiledSection, TilesPart, VectorPart, part_tasks
 from ondevice.model.records import (
     RESIDENT_FILE,
     EmbeddingRecords,
@@ -95,6 +98,7 @@ def load_weights(
     cancelled: IsCancelled = never_cancelled,
     sparsity: Sparsity = "dense",
     point: OperatingPoint | None = None,
+    streams_matrices: bool = False,
 ) -> ModelWeights:
     """Load a model, or a part of one, into `backend` from `reader`, opened over the bundle's files.
 
@@ -111,19 +115,14 @@ def load_weights(
         sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`) or by
             predictors (`predicted`).
         point: the operating point of `predicted`.
+        streams_matrices: whether `matrix_units` stay on flash until passes need them (`MatrixStream`).
     """
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = embedding_records(bundle, reader) if config.has_table else None
-    layers = [
-        [
-            *layer_parts(config, bundle.quant, resident, layer),
-            *cutoff_gates(bundle, reader, layer, sparsity),
-        ]
-        for layer in range(config.num_layers)
-    ]
+    layers = _layers_parts(bundle, reader, resident, sparsity, streams_matrices)
     final_norm = norm_parts(config, resident, "final_norm") if config.final_norm else []
-    heads = [head_part(bundle, resident, embedding)] if config.part.heads else []
+    heads = _head_parts(bundle, resident, embedding, streams_matrices)
     selectors = selector_parts(bundle, reader, resident, sparsity, point)
     positions = position_parts(config, resident)
     extra = model_weight_parts(bundle, resident)
@@ -146,17 +145,57 @@ def load_weights(
             loaded_layers.append(layer_weights(backend, config, spec, loaded, neurons))
         others = {part.field: part.load(backend, ahead) for part in extra}
         last = {part.field: part.load(backend, ahead) for part in final_norm}
-        loaded_heads = [head.load(backend, ahead) for head in heads]
+        loaded_heads = [part.load(backend, ahead) for part in heads]
     norm = loaded_norm(config, last, "final_norm") if config.final_norm else None
     rows = None
     if config.has_inputs_table:
         rows = backend.load_embedding(per_layer_records(bundle, reader), offloaded=True)
     loaded_table, loaded_head = None, loaded_heads[0] if loaded_heads else None
+    if loaded_heads and streams_matrices:
+        loaded_head = StreamedHead(loaded_heads)
     if embedding is not None and config.part.embeds:
-        head = loaded_head if config.tie_embeddings else None
-        loaded_table = backend.load_embedding(embedding, head=head)
+        tied = loaded_head if config.tie_embeddings else None
+        loaded_table = backend.load_embedding(embedding, head=tied)
     blocks = blocks_of_model(config, others, rows)
     return ModelWeights(loaded_table, loaded_layers, norm, loaded_head, table, **blocks)
+
+
+def _layers_parts(
+    bundle: Bundle, reader: FlashReader, resident: TensorFile, sparsity: Sparsity, streams_matrices: bool
+) -> list[list[Part]]:
+    """The parts of each layer."""
+    layers = []
+    for layer in range(bundle.config.num_layers):
+        own = layer_parts(bundle.config, bundle.quant, resident, layer)
+        if streams_matrices:
+            own = [_streamed(part, layer) for part in own]
+        layers.append([*own, *cutoff_gates(bundle, reader, layer, sparsity)])
+    return layers
+
+
+def _streamed(part: Part, unit: int) -> Part:
+    """The part of a layer, as one that stays on flash where it is among the unit's matrices."""
+    return StreamedPart(part, unit) if isinstance(part, TilesPart) and part.field != ROUTER else part
+
+
+def _head_parts(
+    bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None, streams_matrices: bool
+) -> list[Part]:
+    """The parts of the head, one for each of its units where these stay on flash; none without a head."""
+    if not bundle.config.part.heads:
+        return []
+    head, parts = head_part(bundle, resident, embedding), list[Part]()
+    if not streams_matrices:
+        return [head]
+    (tiles,) = head.sections
+    for unit, (first, matrix) in enumerate(head_rows(bundle.config, bundle.quant), bundle.config.num_layers):
+        bias = None if head.bias is None else partial(_slice, head.bias, first, first + matrix.rows)
+        parts.append(StreamedPart(TilesPart(head.field, (tiles.rows(first, matrix),), bias), unit))
+    return parts
+
+
+def _slice(read: Callable[[], Float32], first: int, stop: int) -> Float32:
+    return read()[first:stop]
 
 
 def blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding | None) -> dict[str, Any]:
@@ -388,7 +427,9 @@ def _weight_parts(
 
 def section(resident: TensorFile, name: str, matrix: TiledMatrix) -> TiledSection:
     """The resident tensor `name`, which holds `matrix`, as a section of a part."""
-    return TiledSection(matrix, partial(resident.tiles, name, matrix.tile_bytes))
+    return TiledSection(
+        matrix, partial(resident.tiles, name, matrix.tile_bytes), resident.place(name, matrix)
+    )
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
@@ -403,9 +444,10 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> TilesPart:
     """The output head, of one section: in the resident file, or the embedding's tiles where they are tied."""
     config, matrix = bundle.config, head_matrix(bundle.config, bundle.quant)
-    tiles = section(resident, "head", matrix)
     if config.tie_embeddings:
         assert embedding is not None
-        tiles = TiledSection(matrix, embedding.tiles)
+        tiles = TiledSection(matrix, embedding.tiles, embedding.place)
+    else:
+        tiles = section(resident, "head", matrix)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
     return TilesPart("head", (tiles,), bias)

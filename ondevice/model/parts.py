@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Bytes, Float32, RowChunk
+from ondevice.backends.cpu_matrices import StoredMatrix, TilePlace
 from ondevice.backends.tiled_source import TileChunk
-from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
+from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead
@@ -108,10 +109,21 @@ class _ReadLinear:
 
 @dataclass(frozen=True)
 class TiledSection:
-    """A matrix that is stored as tiles, read in chunks of them."""
+    """A matrix that is stored as tiles, read in chunks of them. place: where they lie on flash."""
 
     matrix: TiledMatrix
     read: Tiles
+    place: TilePlace
+
+    @property
+    def stored(self) -> StoredMatrix:
+        return StoredMatrix(self.matrix, self.place)
+
+    def rows(self, first: int, matrix: TiledMatrix) -> TiledSection:
+        """The section of `matrix`, this one's rows from `first` on, a multiple of 16."""
+        tile, (file, offset, stride) = first // TILE_ROWS, self.place
+        place = TilePlace(file, offset + tile * stride, stride)
+        return TiledSection(matrix, lambda start, count: self.read(tile + start, count), place)
 
     @property
     def starts(self) -> range:
@@ -143,6 +155,26 @@ class TilesPart:
     def load(self, backend: Backend, ahead: ReadAhead) -> Any:
         bias = None if self.bias is None else ahead.next()
         return backend.load_tiles([ReadTiles(section, ahead) for section in self.sections], bias)
+
+
+@dataclass(frozen=True)
+class StreamedPart:
+    """A matrix that stays on flash until a pass needs it, in a unit of those that are read together."""
+
+    part: TilesPart
+    unit: int
+
+    @property
+    def field(self) -> str:
+        return self.part.field
+
+    def tasks(self) -> Iterator[Callable[[], Any]]:
+        if self.part.bias is not None:
+            yield self.part.bias
+
+    def load(self, backend: Any, ahead: ReadAhead) -> Any:
+        bias = None if self.part.bias is None else ahead.next()
+        return backend.load_streamed(self.unit, [section.stored for section in self.part.sections], bias)
 
 
 class ReadTiles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, Int32, RowChunk
+from ondevice.backends.cpu_matrices import TilePlace
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import (
@@ -134,6 +135,11 @@ class EmbeddingRecords:
         records = memory.empty((len(tokens), self.layout.stride), np.uint8)
         self._reader.read_records(self.file, tokens.astype(np.int64) // rows, records)
         return records
+
+    @property
+    def place(self) -> TilePlace:
+        """Where the tiles of a table of tiles lie."""
+        return TilePlace(self.file, DATA_OFFSET, self.layout.stride)
 
     def tiles(self, first: int, count: int) -> Bytes:
         """Tiles first .. first + count of a table of tiles, (count, tile_bytes), for a head that is tied to

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, RowChunk
-from ondevice.bundle.layout import CRC_BLOCK_BYTES
+from ondevice.backends.cpu_matrices import TilePlace
+from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.reader import CheckedFile, TensorSpan
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError, thread_refused
@@ -92,6 +93,10 @@ class TensorFile:
             scales, biases = (self._tensor_rows(f"{name}.{it}", row0, count) for it in ("scales", "biases"))
         return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
 
+    def place(self, name: str, matrix: TiledMatrix) -> TilePlace:
+        """Where the tiles of the matrix `name` lie."""
+        return TilePlace(self._index, self._spans.tensor_span(name).offset, matrix.tile_bytes)
+
     def tiles(self, name: str, tile_bytes: int, first: int, count: int) -> Bytes:
         """Tiles first .. first + count of the matrix `name`: (count, tile_bytes)."""
         start = self._spans.tensor_span(name).offset + first * tile_bytes
@@ -99,15 +104,15 @@ class TensorFile:
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """The file's bytes from `offset` on, (nbytes,)."""
-        out = memory.empty((nbytes,), np.uint8)
+        out, (unit,) = memory.empty((nbytes,), np.uint8), self._file.crc_units
         at, end = offset, offset + nbytes
         while at < end:
-            whole_end = end - end % CRC_BLOCK_BYTES
-            if at % CRC_BLOCK_BYTES == 0 and at < whole_end:
+            whole_end = end - end % unit
+            if at % unit == 0 and at < whole_end:
                 self._reader.read(self._index, at, whole_end - at, out[at - offset : whole_end - offset])
                 at = whole_end
             else:
-                index, skip = divmod(at, CRC_BLOCK_BYTES)
+                index, skip = divmod(at, unit)
                 piece = self._block(index)[skip : skip + end - at]
                 out[at - offset : at - offset + len(piece)] = piece
                 at += len(piece)
@@ -126,8 +131,9 @@ class TensorFile:
                 self._blocks.popitem(last=False)
         with block.lock:
             if block.data is None:
-                start = index * CRC_BLOCK_BYTES
-                count = min(CRC_BLOCK_BYTES, self._file.nbytes - start)
+                (unit,) = self._file.crc_units
+                start = index * unit
+                count = min(unit, self._file.nbytes - start)
                 block.data = self._reader.read(self._index, start, count)
             return block.data
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan, plan_memory
+from ondevice.budget.sizes import prompt_chunk
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig
@@ -105,7 +106,13 @@ def plan_draft(bundle: Bundle, runtime: RuntimeConfig, max_context: int) -> Reso
         )
     context = min(max_context, bundle.config.max_context)
     settled = replace(
-        runtime, sparsity="dense", speculation="off", draft_model="", max_context=context, parallel=1
+        runtime,
+        sparsity="dense",
+        speculation="off",
+        draft_model="",
+        max_context=context,
+        prefill_chunk=prompt_chunk(bundle.config, runtime),
+        parallel=1,
     )
     return ResolvedDraft(bundle, settled, _resident(bundle, settled))
 

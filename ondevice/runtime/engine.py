@@ -220,6 +220,7 @@ class Engine(LoadedModel):
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
         runtime, widths = resolved.runtime, resolved.widths
+        of_all_neurons = not resolved.plan.selects_neurons
         datastore = None
         if drafts_with_ngrams(runtime.speculation, resolved.bundle.ngrams):
             datastore = open_datastore(resolved.bundle, runtime)
@@ -234,7 +235,7 @@ class Engine(LoadedModel):
             self.transformer,
             widths.tree if widths.branches else 0,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
-            lambda: self.plan.offloads_weights and not self.plan.selects_neurons,
+            lambda: of_all_neurons and self.plan.offloads_weights and self._quota.holds_matrices,
             second,
             datastore,
             state,

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
+from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import FETCH_DEPTH, SlotShape
+from ondevice.budget.sizes import FETCH_DEPTH, MATRIX_SLOTS, MatrixShape, SlotShape
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
@@ -31,11 +32,12 @@ from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.backend_choice import make_backend
 from ondevice.runtime.models import operating_point
-from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
+from ondevice.runtime.neuron_memory import NeuronMemory, NoNeuronMemory, WeightQuota, open_neuron_memory
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import open_prompt_cache, shared_chunk
 from ondevice.runtime.state_pool import StatePool
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
+from ondevice.sparsity.matrix_stream import MatrixStream
 from ondevice.speculation.registry import is_drafter
 from ondevice.stats import RankStats
 from ondevice.units import format_bytes, process_memory, trim_heap
@@ -49,7 +51,7 @@ class LoadedModel:
     kv: StatePool
     transformer: Transformer
     _backend: BudgetedBackend
-    _quota: NeuronQuota
+    _quota: WeightQuota
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class LoadedModel:
         """Bytes of weights that are surely in memory, the embedding table aside; 0 until loading ends."""
         self._embedding_bytes = 0
         self._neurons: NeuronMemory = NoNeuronMemory()
+        self._matrices: MatrixStream | None = None
+        """The matrices of every token where they may come from flash."""
         self._parts = ExitStack()
         """Parts that `close` closes, in reverse order."""
         self._claim = Claim(self._held_bytes)
@@ -104,11 +108,14 @@ class LoadedModel:
         """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         self.transformer = _load_transformer(resolved, self._reader, self._backend, cancelled, later)
         self._parts.callback(self._forget_model)
+        if plan.matrices is not None:
+            self._matrices = _open_matrices(plan.matrices, self._backend, self._reader)
+            self._parts.callback(self._matrices.close)
         self._neurons = open_neuron_memory(
             bundle, plan, self._backend, self._reader, costs, fetch, runtime.expert_substitution, cancelled
         )
         self._parts.callback(self._neurons.close)
-        self._quota = NeuronQuota(self._neurons, self._backend, plan, fetch.keep)
+        self._quota = WeightQuota(self._neurons, self._matrices, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
         layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
         self.transformer.equal_rows = resolved.widths.chain
@@ -139,7 +146,7 @@ class LoadedModel:
             flash_reads=flash.reads,
             flash_read_seconds=flash.read_seconds,
             flash_cpu_seconds=flash.cpu_seconds,
-            waited_seconds=neurons.times.waited,
+            waited_seconds=neurons.times.waited + (self._matrices.waited if self._matrices else 0.0),
             managed_seconds=neurons.times.managed,
             neuron_cache_hits=neurons.hits,
             neuron_cache_lookups=neurons.lookups,
@@ -241,7 +248,8 @@ class LoadedModel:
         """Bytes that are surely in memory; 0 until loading ends. Safe from any thread."""
         if not self._loaded_bytes:
             return 0
-        return self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + self._neurons.filled_bytes
+        held = self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + self._neurons.filled_bytes
+        return held if self._matrices is None else held + self._matrices.filled_bytes
 
 
 def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
@@ -258,6 +266,18 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
     return FlashReader(files, runtime.io, threads, ring=True), costs
 
 
+def _open_matrices(shape: MatrixShape, backend: BudgetedBackend, reader: FlashReader) -> MatrixStream:
+    """The matrices of every token, which come from flash as passes need them."""
+    assert isinstance(backend, CpuBackend)
+    return MatrixStream(
+        backend.streamed,
+        reader,
+        piece_bytes=shape.piece_bytes,
+        slot_bytes=shape.slot_bytes,
+        slots=MATRIX_SLOTS,
+    )
+
+
 def _load_transformer(
     resolved: ResolvedModel,
     reader: FlashReader,
@@ -267,7 +287,8 @@ def _load_transformer(
 ) -> Transformer:
     bundle, runtime = resolved.bundle, resolved.runtime
     point = operating_point(runtime, bundle.predictors)
-    weights = load_weights(bundle, reader, backend, cancelled, runtime.sparsity, point)
+    streams_matrices = resolved.plan.matrices is not None
+    weights = load_weights(bundle, reader, backend, cancelled, runtime.sparsity, point, streams_matrices)
     streams = None
     if resolved.runs_streams:
         last = len(bundle_files(bundle, runtime.sparsity))

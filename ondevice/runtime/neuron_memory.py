@@ -10,7 +10,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.backends.budgeted import BudgetedBackend
-from ondevice.budget.plan import Plan
+from ondevice.budget.plan import Held, Plan
 from ondevice.budget.sizes import (
     DECODE_TOKENS,
     BufferShape,
@@ -25,6 +25,7 @@ from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
+from ondevice.sparsity.matrix_stream import MatrixStream
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.prefetch import PrefetchQuality
@@ -224,28 +225,47 @@ def _expert_shares(bundle: Bundle) -> list[Float32] | None:
     return None if use is None or counts is None else list(counts.astype(np.float32) / use.tokens)
 
 
-class NeuronQuota:
-    """The quota of a model's neurons, in segments.
+class WeightQuota:
+    """The quota of a model's weights: units of matrices, then segments of neurons.
 
-    The plan allows what keys and values and scratch memory leave. Forward passes fill the segments. Wide
-    passes take scratch memory from neurons; decoding gives it back.
+    The plan allows what keys and values and scratch memory leave. Forward passes fill it. Wide passes take
+    scratch memory from weights; decoding gives it back.
     """
 
-    def __init__(self, neurons: NeuronMemory, backend: BudgetedBackend, plan: Plan, keep: bool) -> None:
+    def __init__(
+        self,
+        neurons: NeuronMemory,
+        matrices: MatrixStream | None,
+        backend: BudgetedBackend,
+        plan: Plan,
+        keep: bool,
+    ) -> None:
         """Args:
         neurons: The memory that gets the segments.
+        matrices: The memory that gets the units; None where matrices always stay.
         backend: The backend, which holds scratch memory.
         plan: The model's plan.
         keep: True if neurons may stay in memory after the pass that read them.
         """
         self._neurons = neurons
+        self._matrices = matrices
         self._backend = backend
         self._plan = plan
         self._keep = keep
         self._pass_tokens = DECODE_TOKENS
         """Tokens of the widest pass whose scratch memory is held."""
-        self.segments = 0
-        """Segments within the quota now. Forward passes fill them."""
+        self._held = Held(0, 0)
+        """What is within the quota now."""
+
+    @property
+    def segments(self) -> int:
+        """Segments within the quota now."""
+        return self._held.segments
+
+    @property
+    def holds_matrices(self) -> bool:
+        """Whether every matrix that all tokens use is within the quota now."""
+        return self._matrices is None or self._matrices.is_complete
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
         """Allocate what a plan allows beside `kv_bytes` of keys and values."""
@@ -254,19 +274,19 @@ class NeuronQuota:
         self._allocate(self._room(kv_bytes))
 
     def clear(self) -> None:
-        """Shrink to the fewest segments that work."""
-        self._allocate(self._plan.segment.least)
+        """Shrink to the fewest weights that work."""
+        self._allocate(Held(0, self._plan.segment.least))
 
     def grow(self, kv_bytes: int) -> None:
         """Take the memory that keys and values of `kv_bytes` will leave."""
         room = self._room(kv_bytes)
-        if room > self.segments:
+        if room > self._held:
             self._allocate(room)
 
     def yield_to(self, kv_bytes: int) -> None:
-        """Give up the segments that keys and values of `kv_bytes` leave no room for."""
+        """Give up the weights that keys and values of `kv_bytes` leave no room for."""
         room = self._room(kv_bytes)
-        if room < self.segments:
+        if room < self._held:
             self._allocate(room)
 
     def before_pass(self, tokens: int, kv_bytes: int) -> None:
@@ -280,11 +300,13 @@ class NeuronQuota:
             self._pass_tokens = DECODE_TOKENS
             self._allocate(self._room(kv_bytes))
 
-    def _room(self, kv_bytes: int) -> int:
-        """Segments that fit beside `kv_bytes` of keys and values."""
-        return self._plan.segments_for(kv_bytes, self._pass_tokens)
+    def _room(self, kv_bytes: int) -> Held:
+        """Weights that fit beside `kv_bytes` of keys and values. More bytes never compare as less."""
+        return self._plan.held_beside(kv_bytes, self._pass_tokens)
 
-    def _allocate(self, segments: int) -> None:
+    def _allocate(self, held: Held) -> None:
         shape = self._plan.segment
-        self._neurons.resize(shape.quota(segments if self._keep else shape.least))
-        self.segments = segments
+        if self._matrices is not None:
+            self._matrices.resize(held.units)
+        self._neurons.resize(shape.quota(held.segments if self._keep else shape.least))
+        self._held = held

@@ -67,6 +67,8 @@ log = logging.getLogger(__name__)
 LEAST_CONTEXT = 512
 """Tokens below which no budget shortens the default context: the length of a training text's pieces."""
 CONTEXT_STEP = 256
+SMALL_CHUNK = 64
+"""Tokens of a prompt's chunk where a budget has no room for more: a prompt then reads weights more often."""
 TINY_CONTEXTS = (64, 128)
 """Contexts below LEAST_CONTEXT, in tokens, that messages may suggest. They apply only if a user asks."""
 
@@ -212,7 +214,6 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         runtime,
         backend=settled_backend(runtime.backend, bundle.config),
         threads=runtime.threads or usable_cores(),
-        prefill_chunk=prompt_chunk(bundle.config, runtime),
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
@@ -319,7 +320,10 @@ class _Planner:
             fitting, options = self._fitting_context(wanted), self._fitting_options(whole)
             whole = replace(whole, fitting_context=fitting, fitting_options=options)
             found = self._at(fitting, wanted) if fitting >= floor else whole
-        least = whole.frugal if floor == wanted else self._at(floor, wanted).frugal
+        slowest = self._least_at(floor, 0 if floor == wanted else wanted)
+        least = slowest.frugal
+        if not found.plan.fits and slowest.plan.fits:
+            found = slowest
         if not found.plan.fits:
             options = self._fitting_options(least)
             return replace(least, fitting_context=whole.fitting_context, fitting_options=options)
@@ -395,7 +399,22 @@ class _Planner:
 
         wanted: the default context if it was shortened to this one.
         """
-        runtime = replace(self.runtime, max_context=max_context)
+        return self._in_chunks(prompt_chunk(self.bundle.config, self.runtime), max_context, wanted)
+
+    def _least_at(self, max_context: int, wanted: int) -> ResolvedModel:
+        """`_at` with small chunks where no bit depends on them, and no size was named."""
+        chunk = prompt_chunk(self.bundle.config, self.runtime)
+        if (
+            not self.runtime.prefill_chunk
+            and self.runtime.backend == "cpu"
+            and self.bundle.config.part == WHOLE
+        ):
+            chunk = SMALL_CHUNK
+        return self._in_chunks(chunk, max_context, wanted)
+
+    def _in_chunks(self, prefill_chunk: int, max_context: int, wanted: int) -> ResolvedModel:
+        """`_at` with prompts in chunks of so many tokens."""
+        runtime = replace(self.runtime, max_context=max_context, prefill_chunk=prefill_chunk)
         draft = None if self.draft is None else self.draft.within(max_context)
         config, sparsity = self.bundle.config, runtime.sparsity
         choices = [sparsity] if sparsity != "auto" else automatic_modes(config, runtime)

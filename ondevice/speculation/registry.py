@@ -43,7 +43,7 @@ class Target:
     """The model that drafts are for.
 
     max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
-    no draft's pass has streams. is_partial: whether every token needs all weights, some of them from flash.
+    no draft's pass has streams. is_partial: whether every token needs all neurons, some of them from flash.
     """
 
     config: ModelConfig

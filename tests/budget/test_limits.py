@@ -17,6 +17,7 @@ from ondevice.budget import claims
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import allowance, auto_budget, budget_warnings, require_fit
 from ondevice.budget.plan import Plan, plan_memory
+from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError
@@ -195,6 +196,8 @@ def test_a_budget_above_a_groups_limit_is_refused_before_anything_is_read(
     plan = shipped_plan()
     limit = (plan.minimum_budget_bytes + plan.full_bytes) // 2
     rooms(limit)
+    # With small chunks all of it would fit.
+    monkeypatch.setattr("ondevice.runtime.resolving.SMALL_CHUNK", PREFILL_CHUNK)
     options = ("-m", SHIPPED, "--sparsity", "dense", "--speculation", "off")
     shown = ondevice("inspect", *options, "--dram-budget", "4GB")
     assert re.search(r"^fits: no; the control group /box allows ", shown.out, re.MULTILINE)

@@ -86,7 +86,16 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     plan = plan_for(LLAMA_7B, Q4, 4000 * MB)
     per_weight = 4.5 / 8
     attention_and_head = 32 * 4 * 4096 * 4096 + 32000 * 4096
-    assert plan.weights_bytes == pytest.approx(attention_and_head * per_weight, rel=0.01)
+    assert plan.matrices is not None
+    assert plan.matrices.total_bytes == pytest.approx(attention_and_head * per_weight, rel=0.001)
+    # Vectors, and a checksum for each of the two parts of a slice, a tile of the embedding, and 16 KiB.
+    checksums = 32 * 43 * 2 + 2000 + attention_and_head * per_weight / (16 << 10)
+    assert plan.weights_bytes == pytest.approx(4 * (65 * 4096 + checksums), rel=0.01)
+    # Six slots of 512 KiB, a tile and a page on each side; a layer, 1/24 of the head, and what is left of it.
+    shared = (4 * 4096 * 4096 + 1344 * 4096 + (32000 - 23 * 1344) * 4096) * per_weight
+    assert plan.matrices.shared_bytes == pytest.approx(shared, rel=0.001)
+    streaming = 6 * ((512 << 10) + 2 * (36864 + 4096)) + plan.matrices.shared_bytes
+    assert plan.matrices.streaming_bytes == streaming
     feed_forward = 32 * 3 * 4096 * 11008 * per_weight
     assert plan.segment.bytes_of(plan.segment.total) == pytest.approx(feed_forward, rel=0.02)
     assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
@@ -101,14 +110,41 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20) * (1 + 76 / 256)
     working += 28 * 16 * 2304
     assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
-    needed = plan.weights_bytes + plan.buffers.nbytes + plan.kv_cache_bytes + plan.activation_bytes
+    needed = (
+        plan.weights_bytes + plan.buffers.nbytes + plan.kv_cache_bytes + plan.activation_bytes + streaming
+    )
     assert plan.minimum_budget_bytes == needed + plan.process_bytes + REPEAT_MARGIN_BYTES
     assert plan.full_bytes == (
         plan.minimum_budget_bytes
         - REPEAT_MARGIN_BYTES
+        + plan.matrices.total_bytes
+        - plan.matrices.shared_bytes
         + plan.segment.bytes_of(plan.segment.total)
         + plan.embedding_bytes
     )
+
+
+@settings(max_examples=60)
+@given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 33))
+def test_matrices_are_held_before_neurons_and_within_the_budget(
+    config: ModelConfig, bits: Any, budget: int
+) -> None:
+    plan = plan_for(config, QuantConfig(bits), budget)
+    shape = plan.matrices
+    if shape is None:
+        assert (plan.held_units, plan.holds_matrices) == (0, True)
+        return
+    assert shape.streaming_bytes < shape.total_bytes == sum(shape.unit_bytes)
+    assert plan.with_budget(plan.least_budget_bytes).fits
+    assert plan.with_budget(plan.resident_budget_bytes).holds_matrices
+    larger = plan.with_budget(budget + (1 << 20))
+    assert larger.held_units >= plan.held_units
+    if plan.fits:
+        assert plan.total_bytes <= budget
+        spare = budget - plan.total_bytes
+        # Another unit wouldn't fit beside a full context, where neurons have what is left.
+        if not plan.holds_matrices:
+            assert spare + plan.neuron_cache_bytes < shape.unit_bytes[plan.held_units]
 
 
 def test_a_text_begins_with_a_block_of_keys_and_values() -> None:
@@ -122,8 +158,8 @@ def test_a_text_begins_with_a_block_of_keys_and_values() -> None:
 
 def test_loading_is_the_peak_of_a_short_context() -> None:
     wide = replace(TINY, hidden_size=1024, tie_embeddings=False)
-    for vocab, ahead in ((50_000, 52 << 20), (5_000, None)):
-        plan = plan_for(replace(wide, vocab_size=vocab), F16, 0, max_context=64)
+    for vocab, ahead in ((50_000, 52 << 20), (2_000, None)):
+        plan = plan_for(replace(wide, vocab_size=vocab), F16, 0, max_context=64, backend="reference")
         held = 2 * plan.weights_bytes if ahead is None else ahead
         assert plan.minimum_budget_bytes == (
             plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
@@ -300,10 +336,12 @@ def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
     at_full = plan_for(LLAMA_7B, Q4, full)
     assert (at_full.offloads_weights, at_full.total_bytes) == (False, full)
     assert at_full.staging_bytes == at_full.buffers.nbytes
-    assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
+    assert at_full.matrices is not None
+    matrices = at_full.matrices.total_bytes + at_full.matrices.slots_bytes
+    assert at_full.resident_weights_bytes == at_full.weights_bytes + matrices + at_full.embedding_bytes
     below = plan_for(LLAMA_7B, Q4, full - 1)
     assert not below.offloads_weights
-    assert below.resident_weights_bytes == below.weights_bytes
+    assert below.resident_weights_bytes == below.weights_bytes + matrices
     assert below.segments_for(below.kv_cache_bytes) == below.segment.total
     streaming = plan_for(LLAMA_7B, Q4, below.total_bytes - 1)
     assert streaming.offloads_weights
@@ -369,6 +407,10 @@ def test_sessions_may_share_what_one_context_leaves() -> None:
     streaming = plan_for(LLAMA_7B, Q4, 4000 * MB)
     assert streaming.kv_limit_bytes > streaming.kv_cache_bytes
     fixed = streaming.total_bytes - streaming.kv_cache_bytes - streaming.neuron_cache_bytes
+    # Where the text takes more, matrices come from flash.
+    assert streaming.matrices is not None
+    assert streaming.holds_matrices
+    fixed += streaming.matrices.shared_bytes - streaming.matrices.total_bytes
     assert fixed + streaming.kv_limit_bytes == streaming.budget_bytes
     full = plan_for(TINY, F16, 1 << 40)
     assert full.total_bytes - full.kv_cache_bytes + full.kv_limit_bytes == full.budget_bytes

@@ -17,8 +17,8 @@ from tests.support.crc32c import crc32c
 from tests.support.engines import bundle_weights
 
 SHA256 = {
-    "bundle.json": "1a32bb2774d7b2dd44d6f5713a73808d37ffc20235bbd87e5388d1dbe4fd1754",
-    "checksums.bin": "e869aa86eca5a0191262405629718f4c2e237d06379f18b748b6f0fb21d8cc99",
+    "bundle.json": "edb4c7f9c8e2a49ab2474d67b6e5da05ead6fb58109923a02cd736bc3a774d5e",
+    "checksums.bin": "f4465829332eaa4558f332787d5753290d6480d1c8464896572c5beaee76f496",
     "embedding.safetensors": "a2ee296365e2b01dffd45294831b1f75bc5075487c0230dd0edeed7f6a5c51ba",
     "gates-00000.safetensors": "8b17cfa2dc340f23d90e98e07d10970d3dada52b425515be35122c8c828530d0",
     "gates-00001.safetensors": "f7963d0ed61454194375acbab530858fd8c828a3871676e339fcad091bef69b1",
@@ -27,8 +27,8 @@ SHA256 = {
     "resident.safetensors": "f2c09e7fc02f2dba3c12bc140333077084b0703f1af0fe3de4e075958cd86244",
 }
 WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
-    "bundle.json": "f8aff05b2569ef158d596b80bda0fc1c9f0aa4118c732a1141a16fcf75dddfbf",
-    "checksums.bin": "d935d8476775bb454273ef4644872cf9163289ebf698bb0be91fac338e374e42",
+    "bundle.json": "a7ee6dba1a7eae48d6d8a95409cc69f656a2e4234b57cf29d567f91f65ccf5ae",
+    "checksums.bin": "73ed390e4325a7404691c5cd84af3f7d96c9ee5c92f73f4c80a4960e3f588ffd",
     "neurons-00000.safetensors": "4df2f381aec8235181adccd5a2942cebde4d127b7f95caefeeaa76310fbca0d0",
     "neurons-00001.safetensors": "8ef4877134b80e4118d568589f3417c04c23586495d62568a65c32c9ce87491f",
 }
@@ -61,7 +61,7 @@ def test_a_bundle_without_gates(tmp_path: Path) -> None:
 
 def test_golden_bundle_opens_and_verifies() -> None:
     assert Bundle.open(GOLDEN).config == Recipe().config
-    assert verify(GOLDEN, crc32c).checksums == 1 + 4 + 2 * 96 * 2 + 2 * 96
+    assert verify(GOLDEN, crc32c).checksums == 2 + 4 + 2 * 96 * 2 + 2 * 96
 
 
 def test_a_code_of_a_slice_by_hand(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_a_neuron_by_hand() -> None:
     # The gate's first byte is 0x83: codes 3 and 8. Scale 0x2008 = 1032 / 2^17, bias 0x192f = 1327 / 2^19.
     assert dequantised(gate)[:2] == [(4 * 1032 * 3 + 1327) / 2**19, (4 * 1032 * 8 + 1327) / 2**19]
     table = np.fromfile(GOLDEN / "checksums.bin", "<u4")
-    first = 1 + 4 + 192 + 7 * 2
+    first = 2 + 4 + 192 + 7 * 2
     assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
     assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
     # Its gate once more, in records of 64 bytes.
     gates = (GOLDEN / "gates-00001.safetensors").read_bytes()
     assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
-    first = 1 + 4 + 2 * 192 + 96 + 7
+    first = 2 + 4 + 2 * 192 + 96 + 7
     assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
 
 

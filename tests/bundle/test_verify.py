@@ -40,7 +40,7 @@ def test_report_and_progress() -> None:
         path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.name != "bundle.json"
     }
     assert report.nbytes == sum(nbytes for _, nbytes in report.files)
-    assert report.checksums == 581
+    assert report.checksums == 582
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert {total for _, total in seen} == {report.nbytes}
 
@@ -50,7 +50,7 @@ def test_report_and_progress() -> None:
 def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(digest, "CHUNK_BYTES", chunk_bytes)
-    assert verify.verify(copy, crc32c).checksums == 581
+    assert verify.verify(copy, crc32c).checksums == 582
     overwrite(NEURONS, 4096 + 95 * 192 + 70, b"\x00\x01\x02")(copy)
     with pytest.raises(BundleError, match="record 95, part 1, at byte 22400"):
         verify.verify(copy, crc32c)
@@ -63,7 +63,7 @@ def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: p
         (NEURONS, 4096 + 192 * 5 + 63, "record 5, part 0, at byte 5056"),
         (NEURONS, 4096 + 192 * 5 + 64, "record 5, part 1, at byte 5120"),
         ("embedding.safetensors", 6399, "record 3, part 0, at byte 5824"),
-        ("resident.safetensors", 19199, "the block at byte 0"),
+        ("resident.safetensors", 19199, "the block at byte 16384"),
     ],
 )
 def test_damage_is_named(name: str, offset: int, place: str, copy: Path) -> None:

@@ -20,7 +20,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.model import parts, tensor_file
+from ondevice.model import parts
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.tensor_file import READ_AHEAD, ReadAhead, TensorFile
 from tests.support.engines import bundle_weights
@@ -48,13 +48,12 @@ def file_over(data: Bytes, **spans: tuple[int, int]) -> tuple[TensorFile, Memory
     """A file of tensors of these bytes; spans: tensor name -> (offset, nbytes)."""
     named = {name: SimpleNamespace(offset=at, nbytes=nbytes) for name, (at, nbytes) in spans.items()}
     bundle: Any = SimpleNamespace(tensor_span=named.get)
-    file: Any = SimpleNamespace(path=Path("file"), nbytes=len(data))
+    file: Any = SimpleNamespace(path=Path("file"), nbytes=len(data), crc_units=(64,))
     reader: Any = MemoryReader(data)
     return TensorFile(bundle, reader, file, 0), reader
 
 
-def test_reads_in_order_of_use_take_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "CRC_BLOCK_BYTES", 64)
+def test_reads_in_order_of_use_take_each_block_once() -> None:
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
     file, reader = file_over(data)
     # A long tensor in pieces, three side by side (as codes, scales and biases are), then the rest.

@@ -13,12 +13,13 @@ import ondevice
 from ondevice import api
 from ondevice.api import Model, load, open_model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES, Plan
+from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.commands.reports import plan_summary
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.measure.profiling import OWN_PIECE_TOKENS
 from ondevice.runtime import resolving
-from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, ResolvedModel, check_tokens
+from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, SMALL_CHUNK, ResolvedModel, check_tokens
 from ondevice.training import PIECE_TOKENS
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Run
@@ -27,7 +28,13 @@ pytestmark = pytest.mark.usefixtures("steady_process")
 
 SHIPPED = api.find_model()
 LONGEST = 4096
-OPTIONS: dict[str, Any] = {"threads": 1, "memory_pressure": "off", "speculation": "off"}
+OPTIONS: dict[str, Any] = {
+    "threads": 1,
+    "memory_pressure": "off",
+    "speculation": "off",
+    "prefill_chunk": PREFILL_CHUNK,
+}
+"""Chunks of a named size are never made smaller."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,34 @@ def test_the_longest_context_that_fits_is_taken(bundle: Path, context: int) -> N
     assert plan_summary(plan).endswith(f"\n      context {context} tokens, as 4096 would not fit")
     with load(bundle, dram_budget=budget, **OPTIONS) as model:
         assert (model.plan.max_context, model.runtime.max_context) == (context, context)
+
+
+def test_prompts_are_read_in_small_chunks_where_nothing_else_fits(bundle: Path) -> None:
+    unnamed, (budget, least) = (
+        {"prefill_chunk": 0},
+        (
+            budget_for(bundle, LEAST_CONTEXT),
+            plan_of(bundle, max_context=LEAST_CONTEXT, prefill_chunk=SMALL_CHUNK).minimum_budget_bytes,
+        ),
+    )
+    assert least < plan_of(bundle, max_context=LEAST_CONTEXT).minimum_budget_bytes - (1 << 20)
+    # A context is shortened first.
+    assert resolved(bundle, **unnamed, dram_budget=budget).runtime.prefill_chunk == PREFILL_CHUNK
+    small = resolved(bundle, **unnamed, dram_budget=least)
+    assert (small.plan.fits, small.plan.max_context, small.runtime.prefill_chunk) == (
+        True,
+        LEAST_CONTEXT,
+        SMALL_CHUNK,
+    )
+    assert small.frugal.plan.minimum_budget_bytes == least
+    assert not resolved(bundle, dram_budget=least).plan.fits
+    assert not resolved(bundle, **unnamed, dram_budget=least - REPEAT_MARGIN_BYTES - 1).plan.fits
+    with load(bundle, dram_budget=least, **OPTIONS | unnamed) as model:
+        tokens = [5 + index % 50 for index in range(300)]
+        assert model.runtime.prefill_chunk == SMALL_CHUNK
+        text = model.generate(tokens=tokens, max_tokens=4).tokens
+    with load(bundle, **OPTIONS) as model:
+        assert model.generate(tokens=tokens, max_tokens=4).tokens == text
 
 
 def test_with_room_the_default_context_stays(bundle: Path) -> None:

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("steady_process")
 
 
 def resolved(**options: Any) -> ResolvedModel:
-    return open_model(SHIPPED, RuntimeConfig(**{"max_context": 512, "threads": 1} | options))
+    named = {"max_context": 512, "threads": 1, "prefill_chunk": 256}
+    return open_model(SHIPPED, RuntimeConfig(**named | options))
 
 
 def modes(found: ResolvedModel) -> tuple[str, str]:

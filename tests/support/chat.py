@@ -43,12 +43,16 @@ def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
 
 
 def squeeze(model: Model, segments: int = 0) -> None:
-    """Keep a loaded model to what it needs with a full context, and `segments` segments.
+    """Keep a loaded model to what it needs with a full context, and to `segments` segments if there are any.
 
-    Beside small models' neurons the scratch memory of a long prompt is large: it isn't theirs here.
+    Beside small models' neurons the scratch memory of a long prompt is large: it isn't theirs here. Matrices
+    of every token are in memory where segments are.
     """
     model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+    matrices = model.plan.matrices
+    if segments and matrices is not None:
+        bare += matrices.total_bytes - matrices.shared_bytes
     model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
 
 

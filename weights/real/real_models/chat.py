@@ -59,11 +59,11 @@ def settings(arguments: Sequence[str], environment: Mapping[str, str], say: Say)
 def budget_bytes(bundle: Path) -> int:
     """A budget that works and in which a short text needs weights from flash.
 
-    It is midway between the smallest that works and what a text takes first with everything in memory: what
-    the process itself takes differs between machines, and a little from run to run.
+    It is an eighth of the way from what a text takes first, with everything in memory, to the smallest that
+    works: what the process itself takes differs between machines, and a little from run to run.
     """
     resolved = open_model(bundle, RuntimeConfig())
-    return (resolved.frugal.plan.minimum_budget_bytes + resolved.plan.start_bytes) // 2
+    return (resolved.frugal.plan.minimum_budget_bytes + 7 * resolved.plan.start_bytes) // 8
 
 
 def _names_model(arguments: Sequence[str]) -> bool:

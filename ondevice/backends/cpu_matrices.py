@@ -1,0 +1,117 @@
+"""Matrices of the CPU kernels: in memory, or from flash when a pass is about to multiply them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ondevice.backends.base import Float32, Int32
+from ondevice.bundle.matrix_layout import TiledMatrix
+from ondevice.config import RowFormat
+from ondevice.errors import OndeviceError
+from ondevice.kernels import _native
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """A packed matrix; bias: (N,) or None."""
+
+    matrix: _native.Matrix
+    bias: Float32 | None
+
+    def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
+        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). Returns True."""
+        self.matrix.look_up(runner, tokens, out)
+        return True
+
+
+class TilePlace(NamedTuple):
+    """Where tiles lie: number of the file in a reader, offset of the first, bytes from one to the next."""
+
+    file: int
+    offset: int
+    stride: int
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix on flash."""
+
+    matrix: TiledMatrix
+    place: TilePlace
+
+
+class MatrixSource(Protocol):
+    """Brings matrices into memory; `sparsity.matrix_stream` implements it."""
+
+    def bring(self, unit: int) -> None:
+        """Set `held` of every matrix of a unit. It stays valid until another unit is brought, or longer.
+
+        Raises FlashReadError and MemoryError.
+        """
+
+
+class NoMatrixSource:
+    """The source of matrices whose memory was freed, or that has yet to be connected."""
+
+    def bring(self, unit: int) -> None:
+        raise OndeviceError("the model's matrices were given back: it is closed")
+
+
+class StreamedLinear:
+    """A matrix of one or several stored ones, whose rows follow each other, with its bias (N,) or None.
+
+    unit: the matrices that are brought together. held: the matrix in memory, if it is.
+    """
+
+    def __init__(self, unit: int, stored: Sequence[StoredMatrix], bias: Float32 | None) -> None:
+        self.unit = unit
+        self.stored = tuple(stored)
+        self.bias = bias
+        self.held: _native.Matrix | None = None
+        self.source: MatrixSource = NoMatrixSource()
+
+    @property
+    def kind(self) -> tuple[tuple[tuple[int, RowFormat], ...], int]:
+        """Rows and format of each section, and columns: matrices of one kind can take each other's memory."""
+        sections = tuple((it.matrix.rows, it.matrix.row.stored) for it in self.stored)
+        return sections, self.stored[0].matrix.row.cols
+
+    @property
+    def rows(self) -> int:
+        return sum(it.matrix.rows for it in self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(it.matrix.nbytes for it in self.stored)
+
+    @property
+    def matrix(self) -> _native.Matrix:
+        """The matrix in memory, brought there if it isn't. Raises what `MatrixSource.bring` raises."""
+        if self.held is None:
+            self.source.bring(self.unit)
+        assert self.held is not None
+        return self.held
+
+
+class StreamedHead:
+    """The output head, in units of rows that follow each other: equally many in all but the last."""
+
+    def __init__(self, units: Sequence[StreamedLinear]) -> None:
+        self.units = tuple(units)
+        self.rows = sum(unit.rows for unit in units)
+
+    def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
+        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
+        if any(unit.held is None for unit in self.units):
+            return False
+        numbers = tokens // self.units[0].rows
+        for number in np.unique(numbers).tolist():
+            chosen = np.flatnonzero(numbers == number)
+            values = np.empty((len(chosen), out.shape[1]), dtype=np.float32)
+            ids = tokens[chosen] - number * self.units[0].rows
+            self.units[number].matrix.look_up(runner, ids.astype(np.int32), values)
+            out[chosen] = values
+        return True
