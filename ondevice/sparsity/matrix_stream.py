@@ -192,10 +192,10 @@ def _pieces(linears: Sequence[StreamedLinear], piece_bytes: int) -> list[Piece]:
                 if last is not None and last.file == place.file:
                     gap = start - last.offset - last.nbytes
                     if 0 <= gap <= MERGED_GAP_BYTES:
-                        room = (piece_bytes - last.nbytes - gap) // place.stride
+                        room = max(0, piece_bytes - last.nbytes - gap) // place.stride
                 count = min(room or step, matrix.tiles - first)
                 stop = start + (count - 1) * place.stride + matrix.tile_bytes
-                if room > 0 and last is not None:
+                if room and last is not None:
                     runs = [*pieces.pop().runs, TileRun(index, section, first, count, start - last.offset)]
                     pieces.append(Piece(Extent(place.file, last.offset, stop - last.offset), runs))
                 else:
