@@ -49,6 +49,8 @@ void make(Matrix* self, const std::vector<std::pair<int64_t, FormatArg>>& sectio
     made.push_back({rows, tile_format_of(stored)});
     check_columns(made.back().format, cols);
   }
+  // Its pages are made here, which takes as long as reading them.
+  nb::gil_scoped_release release;
   new (self) Matrix(made, cols);
 }
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from numpy.lib.stride_tricks import as_strided
 
 from ondevice.backends.cpu_matrices import NoMatrixSource, StreamedLinear
+from ondevice.errors import OndeviceError, thread_refused
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -43,6 +45,9 @@ class Piece(NamedTuple):
 class MatrixStream:
     """Owns the memory of the `linears`, of which each unit has one or more.
 
+    A thread fills the units that are to be held, all of them once a pass needs one: so the head is read while
+    a prompt's layers compute.
+
     reader: over the bundle's files. piece_bytes: most bytes of a piece, but for a longer tile. slot_bytes,
     slots: of the ring through which units are read.
     """
@@ -66,7 +71,12 @@ class MatrixStream:
         self._quota = 0
         self._ahead: ReadAhead | None = None
         self._order: list[int] = []
-        """The units that the ring reads, again and again, from the next one on; empty before any."""
+        """The units that the ring reads, again and again, from the next one on; empty while it fills some."""
+        self._filler: ThreadPoolExecutor | None = None
+        self._fills: dict[int, Future[None]] = {}
+        """The units that are being filled, in order."""
+        self._fill_failed = False
+        """Whether one of these failed, so that the ring's next pieces aren't those of the units behind it."""
         self._shared: dict[object, list[_native.Matrix]] = defaultdict(list)
         """Memory that units share, by kind: what the newest of them doesn't use."""
         self._newest: list[StreamedLinear] = []
@@ -90,6 +100,7 @@ class MatrixStream:
         if quota == self._quota:
             return
         self._quota = quota
+        self._end_fills()
         self._share()
         for unit, own in self._units.items():
             for linear in own:
@@ -98,37 +109,35 @@ class MatrixStream:
         self._order = []
         if self.is_complete:
             self._shared.clear()
-        if self._holds_all:
+        if not self._missing:
             self._stop_reading()
 
     def bring(self, unit: int) -> None:
-        """Set `held` of the unit's matrices. Raises FlashReadError; another try reads the unit anew."""
+        """Set `held` of the unit's matrices. Raises FlashReadError and MemoryError; then begins anew."""
         self._share()
-        own, keeps = self._units[unit], unit < self._quota
-        ahead = self._reading_from(unit)
-        targets = [_new(linear) if keeps else self._take(linear) for linear in own]
-        order, self._order = self._order, []
-        for piece in self._pieces[unit]:
-            started = time.perf_counter()
-            arrived = ahead.next()
+        started = time.perf_counter()
+        try:
+            if unit < self._quota:
+                self._fill(unit)
+            else:
+                self._end_fills()
+                self._read_shared(unit)
+        except BaseException:
+            self._end_fills()
+            self._order = []
+            raise
+        finally:
             self.waited += time.perf_counter() - started
-            for run in piece.runs:
-                matrix, place = own[run.linear].stored[run.section]
-                shape, strides = (run.tiles, matrix.tile_bytes), (place.stride, 1)
-                tiles = as_strided(arrived[run.start :], shape, strides, writeable=False)
-                targets[run.linear].load_tiles(run.section, run.first, tiles)
-            ahead.release()
-        for linear, target in zip(own, targets, strict=True):
-            linear.held = target
-        if not keeps:
-            self._newest = own
-        # The ring reads on. Where it comes to a unit that is held by then, reading begins anew.
-        self._order = [*order[1:], order[0]]
-        if keeps and self._holds_all:
+        if self.is_complete and not self._missing:
+            self._end_fills()
             self._stop_reading()
 
     def close(self) -> None:
         """Free everything; the matrices then refuse to be multiplied. Idempotent."""
+        self._end_fills()
+        if self._filler is not None:
+            self._filler.shutdown()
+            self._filler = None
         self._stop_reading()
         self._shared.clear()
         self._newest = []
@@ -138,8 +147,70 @@ class MatrixStream:
         self._units, self._pieces = {}, {}
 
     @property
-    def _holds_all(self) -> bool:
-        return all(linear.held is not None for own in self._units.values() for linear in own)
+    def _missing(self) -> list[int]:
+        """Units of which a matrix isn't in memory, ascending."""
+        return sorted(it for it, own in self._units.items() if any(linear.held is None for linear in own))
+
+    def _fill(self, unit: int) -> None:
+        """Wait for a unit that is to be held; the thread goes on with those behind it."""
+        if unit not in self._fills:
+            self._end_fills()
+            units = [it for it in self._missing if unit <= it < self._quota]
+            self._order, self._fill_failed = [], False
+            ahead = self._reading(units)
+            self._filler = self._filler or ThreadPoolExecutor(1, "ondevice-matrices")
+            try:
+                self._fills = {it: self._filler.submit(self._hold, it, ahead) for it in units}
+            except RuntimeError as error:
+                raise thread_refused(error) from error
+        self._fills[unit].result()
+
+    def _hold(self, unit: int, ahead: ReadAhead) -> None:
+        """Fill a unit, which stays. Its pieces are the next ones of `ahead`."""
+        if self._fill_failed:
+            raise OndeviceError("a unit before this one wasn't filled")
+        self._fill_failed, own = True, self._units[unit]
+        targets = [_new(linear) for linear in own]
+        self._copy(unit, targets, ahead)
+        for linear, target in zip(own, targets, strict=True):
+            linear.held = target
+        self._fill_failed = False
+
+    def _end_fills(self) -> None:
+        """Let the thread end with the unit that it is filling."""
+        if not self._fills:
+            return
+        for fill in self._fills.values():
+            fill.cancel()
+        wait(self._fills.values())
+        self._fills = {}
+
+    def _read_shared(self, unit: int) -> None:
+        """Read a unit into the memory that units share."""
+        if self._ahead is None or not self._order or self._order[0] != unit:
+            missing = self._missing
+            at = missing.index(unit)
+            self._order = [*missing[at:], *missing[:at]]
+            self._ahead = self._reading(self._order)
+        own = self._units[unit]
+        targets = [self._take(linear) for linear in own]
+        self._copy(unit, targets, self._ahead)
+        for linear, target in zip(own, targets, strict=True):
+            linear.held = target
+        self._newest = own
+        self._order = [*self._order[1:], unit]
+
+    def _copy(self, unit: int, targets: Sequence[_native.Matrix], ahead: ReadAhead) -> None:
+        """Copy a unit's pieces, the next ones of `ahead`, to the matrices that it is to have."""
+        own = self._units[unit]
+        for piece in self._pieces[unit]:
+            arrived = ahead.next()
+            for run in piece.runs:
+                matrix, place = own[run.linear].stored[run.section]
+                shape, strides = (run.tiles, matrix.tile_bytes), (place.stride, 1)
+                tiles = as_strided(arrived[run.start :], shape, strides, writeable=False)
+                targets[run.linear].load_tiles(run.section, run.first, tiles)
+            ahead.release()
 
     def _share(self) -> None:
         """Take the shared memory back from the newest unit."""
@@ -153,19 +224,13 @@ class MatrixStream:
         free = self._shared[linear.kind]
         return free.pop() if free else _new(linear)
 
-    def _reading_from(self, unit: int) -> ReadAhead:
-        """The ring, whose next piece is the unit's first."""
-        if self._ahead is not None and self._order and self._order[0] == unit:
-            return self._ahead
-        missing = sorted(it for it, own in self._units.items() if any(linear.held is None for linear in own))
-        at = missing.index(unit)
-        order = [*missing[at:], *missing[:at]]
-        extents = [piece.extent for it in order for piece in self._pieces[it]]
+    def _reading(self, units: Sequence[int]) -> ReadAhead:
+        """The ring, whose next pieces are those of these units, again and again."""
+        extents = [piece.extent for unit in units for piece in self._pieces[unit]]
         if self._ahead is None:
             self._ahead = ReadAhead(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
         else:
             self._ahead.reschedule(extents)
-        self._order = order
         return self._ahead
 
     def _stop_reading(self) -> None:

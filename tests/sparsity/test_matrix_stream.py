@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
 
+import ondevice.bundle.matrix_units
 from ondevice.api import load
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import MATRIX_SLOTS
 from ondevice.bundle.matrix_units import head_rows, matrix_units
 from ondevice.bundle.reader import Bundle
+from ondevice.config import QuantConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.read_ahead import ReadAhead
@@ -85,15 +89,23 @@ def test_every_family_has_the_same_bits(tmp_path: Path, case: str) -> None:
                 logits(other, tokens)
 
 
-def test_the_head_is_cut_into_runs_of_whole_tiles() -> None:
-    bundle = Bundle.open(TWIN)
-    parts = head_rows(bundle.config, bundle.quant)
-    assert len(parts) > 16
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of small models are cut, so that reading their matrices takes less memory than holding them."""
+    monkeypatch.setattr(ondevice.bundle.matrix_units, "HEAD_UNIT_BYTES", 64 << 10)
+
+
+@pytest.mark.parametrize(("vocab", "units"), [(1000, 1), (40_000, 2), (128_256, 8), (300_000, 12)])
+def test_the_head_is_cut_into_runs_of_whole_tiles(vocab: int, units: int) -> None:
+    config = replace(Bundle.open(TWIN).config, vocab_size=vocab)
+    parts = head_rows(config, QuantConfig(8))
+    assert len(parts) == units
     assert [part.first for part in parts] == list(np.cumsum([0, *(part.matrix.rows for part in parts[:-1])]))
-    assert sum(part.matrix.rows for part in parts) == bundle.config.vocab_size
+    assert sum(part.matrix.rows for part in parts) == vocab
     assert all(part.first % 16 == 0 for part in parts)
 
 
+@pytest.mark.usefixtures("small_units")
 def test_texts_and_reads_of_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token's pass reads what isn't held, and the text is the same, budgets changing while it is made."""
     options = {"sparsity": "dense", "speculation": "off", "max_context": 128, "threads": 1}
@@ -131,22 +143,31 @@ def test_texts_and_reads_of_every_budget(monkeypatch: pytest.MonkeyPatch) -> Non
         assert tuple(tokens[:-1]) == expected
 
 
-def test_a_read_that_fails_is_told_and_the_next_text_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize("held", [False, True])
+def test_a_read_that_fails_is_told_and_the_next_text_is_right(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices come once more after an error, whether passes read them or a thread fills memory with them."""
     options = {"sparsity": "dense", "speculation": "off", "max_context": 128, "threads": 1}
     with load(TWIN, **options) as model:
-        prompt = model.tokenizer.encode("Hi!")
+        prompt, most = model.tokenizer.encode("Hi!"), model.plan.budget_bytes
         expected = model.generate(tokens=prompt, max_tokens=6).tokens
-        model.set_dram_budget(model.replanned.minimum_budget_bytes)
-        taken, plain = [0], ReadAhead.next
+        taken, plain, lock = [0], ReadAhead.next, Lock()
 
         def failing(ahead: ReadAhead) -> np.ndarray:
-            taken[0] += 1
-            if taken[0] in at:
+            with lock:
+                taken[0] += 1
+                fails = taken[0] in at
+            if fails:
                 raise FlashReadError("resident.safetensors: the device is gone")
             return plain(ahead)
 
-        for failed in ({1}, {9}, {40}, {100, 101}):
+        for failed in ({1}, {9}, {12, 13}):
             taken[0], at = 0, failed
+            model.set_dram_budget(model.replanned.minimum_budget_bytes)
+            if held:
+                model.set_dram_budget(most)
             monkeypatch.setattr(ReadAhead, "next", failing)
             with pytest.raises(FlashReadError, match="the device is gone"):
                 model.generate(tokens=prompt, max_tokens=6)
