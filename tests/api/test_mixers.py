@@ -51,7 +51,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast("*-cpu")
+@pytest.mark.fast("beside attention-cpu", "squared-cpu", "squared experts-cpu")
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_way_of_running_it_changes_the_text(tmp_path: Path, case: str, backend: str) -> None:

@@ -116,7 +116,7 @@ def texts(model: Model) -> list[tuple[int, ...]]:
     return [model.generate(tokens=PROMPT, temperature=0.0, **options).tokens, sampled.tokens]
 
 
-@pytest.mark.fast("gemma4 e", "opt")
+@pytest.mark.fast("gemma4 e")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, options = MODELS[name]
@@ -168,6 +168,7 @@ def test_drafts_that_run_in_the_model_leave_one_text(
             assert stats.drafting.drafts > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PREDICTED)
 def test_one_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
     """It isn't that of all neurons, but the same one for every setting."""
@@ -188,6 +189,7 @@ def test_one_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
             assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
 
 
+@pytest.mark.slow
 def test_one_text_of_experts(tmp_path: Path) -> None:
     write_model(tmp_path / "source", "Olmoe", {**OLMOE, "intermediate_size": 100, "num_experts": 12})
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
@@ -209,6 +211,7 @@ def test_one_text_of_experts(tmp_path: Path) -> None:
             assert texts(model) == expected, settings
 
 
+@pytest.mark.slow
 def test_one_text_of_gemma3n(tmp_path: Path) -> None:
     write_model(tmp_path / "source", "Gemma3nText", GEMMA3N)
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")

@@ -72,7 +72,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.fast("qwen3.5 moe", "lfm2")
+@pytest.mark.fast("qwen3.5 moe")
 def test_no_way_of_running_it_changes_the_text(every_hybrid: Path) -> None:
     with load(every_hybrid, threads=1) as model:
         expected = said(model)

@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     assert all(np.abs(it - halves).max() < 3e-3 * largest for it in found)
 
 
-@pytest.mark.fast("relu-options[24]", "silu-*")
+@pytest.mark.fast("relu-options4", "silu-*")
 @pytest.mark.parametrize(("name", "options"), MODES)
 def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
     plain = {key: options[key] for key in ("sparsity", "predictor_recall") if key in options}

@@ -263,6 +263,7 @@ def test_a_target_that_is_not_here_is_refused_by_name() -> None:
         make_runner(1, "sse9")
 
 
+@pytest.mark.fast("stored0", "stored2", "stored4", "stored5")
 @pytest.mark.parametrize("stored", TILE_FORMATS)
 def test_formats_of_tiles_have_one_result_near_the_reference(stored: RowFormat) -> None:
     """Of attention, head and embedding, whose weights are made up: scores are kept as small as others'."""

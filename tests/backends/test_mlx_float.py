@@ -246,6 +246,7 @@ def torch_gradients(folder: Path, weights: dict[str, np.ndarray], x: np.ndarray,
     return loss.item(), found
 
 
+@pytest.mark.fast("llama-relu", "qwen2-window-tied", "qwen3-bias-relu2")
 @pytest.mark.parametrize(
     "variant", ["llama-llama3-rope", "llama-relu", "mistral-window", "qwen2-window-tied", "qwen3-bias-relu2"]
 )

@@ -129,7 +129,13 @@ CPU_LIMITS = {"f16": 0.002, "q8": 0.08, "q4": 0.08}
 
 
 @pytest.mark.fast(
-    "llama-*",
+    "llama-f16",
+    "llama-q[48]",
+    "llama-relu-q4",
+    "llama-tails-*",
+    "llama-gqa-tied-q8",
+    "llama-gelu-q4",
+    "llama-llama3-rope-f16",
     "qwen3-bias-relu2-q4",
     "qwen2-window-tied-q4",
     "mistral-head-dim-gelu-tanh-q4",

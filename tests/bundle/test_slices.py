@@ -114,7 +114,7 @@ def prime(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return open_sound(folder)
 
 
-@pytest.mark.fast("cuts2", "cuts3")
+@pytest.mark.fast("cuts3")
 @pytest.mark.parametrize("cuts", [(30,), (1,), (20, 41), (15, 16, 46)])
 def test_61_layers_lie_in_one_slice_each(prime: Bundle, cuts: tuple[int, ...]) -> None:
     parts, config = slices(prime, cuts), prime.config

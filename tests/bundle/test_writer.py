@@ -95,7 +95,7 @@ class Machine:
 
 @pytest.mark.parametrize(
     ("stride", "power_lost"),
-    [(3, True), *(pytest.param(1, lost, marks=pytest.mark.slow) for lost in (False, True))],
+    [(5, True), *(pytest.param(1, lost, marks=pytest.mark.slow) for lost in (False, True))],
 )
 def test_kill_at_every_step_resumes_to_the_same_bytes(
     stride: int, power_lost: bool, tmp_path: Path, whole: dict[str, bytes]

@@ -119,6 +119,7 @@ def test_a_recorded_request_is_answered_with_a_text(
         assert is_read != text.startswith(HEAD), text[:80]
 
 
+@pytest.mark.fast("claude-code-1-*", "codex-1-*", "opencode-2-*", "qwen-code-1-streamed")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_recorded_request_is_answered_with_a_call(

@@ -47,7 +47,7 @@ def settle(ahead: ReadAhead) -> int:
 
 @settings(max_examples=8)
 @given(
-    spans=st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 1500)), min_size=1, max_size=6),
+    spans=st.lists(st.tuples(st.integers(0, RECORDS - 1), st.integers(1, 500)), min_size=1, max_size=6),
     slots=st.integers(2, 5),
     hold=st.integers(1, 4),
     steps=st.integers(0, 25),

@@ -159,7 +159,7 @@ def test_a_model_that_drafts_its_own_tokens_has_its_adapters(
     assert again.accepted_by_depth == again.drafted_by_depth
 
 
-@pytest.mark.fast("dense-streams-True", "exact-lookup-False")
+@pytest.mark.fast("dense-streams-True")
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("drafter", ["lookup", "streams"])
 @pytest.mark.parametrize("sparsity", SPARSITIES)

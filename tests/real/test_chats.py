@@ -73,11 +73,12 @@ def test_prompts_are_those_of_transformers(name: str, model: Model) -> None:
         history.append({"role": "assistant", "content": question[::-1].strip()})
 
 
-def test_five_turns(model: Model) -> None:
+@pytest.mark.parametrize("turns", [2, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+def test_turns(model: Model, turns: int) -> None:
     end = model.tokenizer.token_id(END)
     session = model.session("You answer briefly.")
     history: list[dict[str, Any]] = [{"role": "system", "content": "You answer briefly."}]
-    for question in QUESTIONS:
+    for question in QUESTIONS[:turns]:
         history.append({"role": "user", "content": question})
         expected = chat_prompt_by_hand(model, history)
         assert list(model.chat_ids(history)) == expected

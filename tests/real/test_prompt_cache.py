@@ -17,14 +17,14 @@ PROMPT = " ".join(
 
 def test_a_second_run_computes_the_newest_token_alone(smollm2: Path, tmp_path: Path) -> None:
     with load(smollm2) as model:
-        expected = model.generate(PROMPT, max_tokens=16)
+        expected = model.generate(PROMPT, max_tokens=6)
         expected_longer = model.generate(PROMPT + " On day 6", max_tokens=4)
     assert expected.stats.restored_tokens == 0
     with load(smollm2, prompt_cache=tmp_path) as model:
-        first = model.generate(PROMPT, max_tokens=16)
+        first = model.generate(PROMPT, max_tokens=6)
     assert any(tmp_path.rglob("*"))
     with load(smollm2, prompt_cache=tmp_path) as model:
-        second = model.generate(PROMPT, max_tokens=16)
+        second = model.generate(PROMPT, max_tokens=6)
         longer = model.generate(PROMPT + " On day 6", max_tokens=4)
     assert first.stats.restored_tokens == 0
     assert second.stats.restored_tokens == second.stats.prompt_tokens - 1

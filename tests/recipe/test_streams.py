@@ -99,7 +99,7 @@ def test_training_changes_streams_only_and_never_the_base(base: Frozen) -> None:
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
     batch = stream_loss.Batch(ids, all_positions(ids), 1, (0, 4))
     losses = []
-    for _ in range(12):
+    for _ in range(6):
         loss, _ = judge.loss(batch)
         loss.backward()
         assert all(parameter.grad is not None for parameter in made.parameters())
@@ -294,16 +294,16 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_stopped(
     base: Frozen, build: Path, mode: stream_loss.Mode
 ) -> None:
     training = stream_training.StreamTraining(
-        sizes=STREAM_SIZES, mode=mode, steps=4, windows=2, stride=2, warmup_steps=1
+        sizes=STREAM_SIZES, mode=mode, steps=2, windows=2, stride=2, warmup_steps=1
     )
     whole, halved = stream_training.start(training, base, build), stream_training.start(training, base, build)
-    expected = [whole.update() for _ in range(4)]
-    found = [halved.update() for _ in range(2)]
+    expected = [whole.update() for _ in range(2)]
+    found = [halved.update()]
     folder = build / "multi-stream"
     stream_training.save_checkpoint(halved, folder)
     resumed = stream_training.resume(stream_training.load_checkpoint(folder), base, build)
     assert resumed.training == training
-    assert found + [resumed.update() for _ in range(2)] == expected
+    assert [*found, resumed.update()] == expected
     for name, array in stream_training.arrays(whole.judge.streams).items():
         assert np.array_equal(array, stream_training.arrays(resumed.judge.streams)[name])
 

@@ -141,6 +141,7 @@ def longest_within(bundle: Path, budget: int, most_bytes: float) -> int:
     )
 
 
+@pytest.mark.fast("20", "8000")
 @pytest.mark.parametrize("more", [20, 60, 150, 8000])
 def test_a_share_of_the_budget_makes_the_default_context_longer(bundle: Path, more: int) -> None:
     """As long as keys and values stay within it, up to the model's own; what a text takes first stays."""

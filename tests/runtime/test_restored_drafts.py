@@ -123,7 +123,7 @@ class Life:
         return [self.texts[key] for key in kept]
 
 
-@pytest.mark.fast("qwen3.5-model", "lfm2-eagle")
+@pytest.mark.fast("qwen3.5-model")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_that_are_restored_go_on_as_plain_decoding(
     hybrid: Path, plain: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: Speculation

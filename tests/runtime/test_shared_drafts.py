@@ -50,7 +50,7 @@ CASES_OF = [
 ]
 
 
-@pytest.mark.fast("exact-resident-3", "experts-auto-4")
+@pytest.mark.fast("experts-auto-4")
 @pytest.mark.parametrize(("mode", "drafter", "clients"), CASES_OF)
 def test_the_bits_of_each_alone(
     mode: str,

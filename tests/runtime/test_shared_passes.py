@@ -28,7 +28,7 @@ from tests.support.chat import slow_down, squeeze
 from tests.support.shared_texts import ENDS, Parts, alone, asked, at_once, prompts, said, together
 
 
-@pytest.mark.fast("predicted", "experts")
+@pytest.mark.fast("predicted")
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
 def test_the_bits_of_each_alone(mode: str, parts: Parts, request: pytest.FixtureRequest) -> None:
     bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None

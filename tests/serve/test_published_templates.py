@@ -100,6 +100,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
+@pytest.mark.fast("minimind-*", "*-one")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize(
     "name", ["minimind", *(pytest.param(name, marks=pytest.mark.real) for name in REAL), *FILES]

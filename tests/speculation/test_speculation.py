@@ -71,7 +71,7 @@ def write(model: Model, count: int = 60, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
-@pytest.mark.fast("dense-lookup-False", "exact-streams-True")
+@pytest.mark.fast("exact-streams-True")
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("drafter", ["lookup", "streams"])
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
