@@ -108,11 +108,11 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
         with loaded(SHIPPED, sparsity=sparsity, dram_budget=memory_total()) as model:
             if segments is not None:
                 squeeze(model, segments)
-            tokens = random_tokens(model.config, 20)
+            tokens = random_tokens(model.config, 12)
             logits = model.logits(tokens).tobytes()
             for _ in range(2):
-                text = model.generate(tokens=tokens, max_tokens=8, logit_bias={2: -math.inf})
-            assert len(text.tokens) == 8
+                text = model.generate(tokens=tokens, max_tokens=5, logit_bias={2: -math.inf})
+            assert len(text.tokens) == 5
             found.append((logits, text.tokens))
             hits.append(text.stats.neuron_cache_hit_rate)
     assert found[1] == found[0]

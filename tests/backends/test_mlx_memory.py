@@ -194,7 +194,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
 ) -> None:
     """Without the wait that guards its place, what is multiplied late finds other neurons there."""
     with loaded(SHIPPED, sparsity=sparsity) as model:
-        tokens = random_tokens(model.config, 30)
+        tokens = random_tokens(model.config, 10)
         expected = model.logits(tokens)
 
     def streamed() -> np.ndarray:

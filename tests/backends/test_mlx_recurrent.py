@@ -237,7 +237,7 @@ def test_one_text(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """In chunks of all sizes, in the smallest budget, with trees of drafts, from a prompt cache."""
     with loaded(hybrid) as model:
         expected = said(model)[0]
-        texts = [model.generate("Hello, hello", max_tokens=20, **BIAS, **it).tokens for it in SAMPLINGS]
+        texts = [model.generate("Hello, hello", max_tokens=12, **BIAS, **it).tokens for it in SAMPLINGS]
         spacing = model._engine.kv.layout.states.spacing
         requests = asked(model, 4)
         apart = alone(model, requests)

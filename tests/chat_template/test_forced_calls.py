@@ -169,6 +169,8 @@ def test_a_reply_is_calls_or_the_json_that_was_asked_for(form: Any) -> None:
             assert (said, {name for name, _ in calls}) == ("", {"now"})
         else:
             jsonschema.validate(json.loads(said), answer)
+        if len(kinds) == 2 and seed >= 3:
+            break
     assert kinds == {True, False}
 
 

@@ -101,6 +101,9 @@ def texts_of(value: Any, field: str = "") -> Iterator[str]:
         yield value
 
 
+@pytest.mark.fast(
+    "*-streamed", "claude-code-1-whole", "codex-1-whole", "opencode-2-whole", "qwen-code-1-whole"
+)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", POSTED)
 def test_a_recorded_request_is_answered_with_a_text(

@@ -264,13 +264,13 @@ class Terminal:
 
 def test_the_opening_says_what_is_on_flash(tmp_path: Path) -> None:
     """At a terminal, in two lines, in a budget below what a short text takes in memory."""
-    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="silu", intermediate_size=1 << 16)
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="silu", intermediate_size=1 << 15)
     bundle = convert_bundle(checkpoint, tmp_path / "wide")
     shown = subprocess.run(
         command("inspect", "-m", bundle, "--json"), capture_output=True, text=True, check=True
     )
     least = json.loads(shown.stdout)["minimum_budget_bytes"]
-    terminal = Terminal(command("chat", "-m", bundle, "--dram-budget", least + (8 << 20)))
+    terminal = Terminal(command("chat", "-m", bundle, "--dram-budget", least + (4 << 20)))
     try:
         opening = terminal.until("> ")
         assert re.search(r"wide in [\d.]+ MB, where [\d.]+ MB would hold everything; context \d+", opening)

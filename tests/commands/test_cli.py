@@ -89,7 +89,7 @@ def test_convert_says_how_far_it_is_and_resumes(ondevice: Run, tmp_path: Path) -
 
 def test_convert_with_text_trains_predictors(ondevice: Run, tmp_path: Path) -> None:
     source = write_chat_checkpoint(tmp_path / "hf", hidden_act="relu", num_hidden_layers=1)
-    letters = np.random.default_rng(2).integers(97, 122, 1200).astype(np.uint8).tobytes()
+    letters = np.random.default_rng(2).integers(97, 122, 700).astype(np.uint8).tobytes()
     (tmp_path / "text").write_bytes(letters.replace(b"e", b" "))
     arguments = ("convert", source, "-o", tmp_path / "out", "--text", tmp_path / "text")
     without = ondevice(*arguments, "--no-calibrate")

@@ -358,18 +358,7 @@ def test_the_config_of_other_public_checkpoints_is_read(name: str) -> None:
     )
 
 
-@pytest.mark.fast(
-    "llama-7b",
-    "smollm2*",
-    "qwen2.5-0.5b*",
-    "qwen3*",
-    "gemma-3-1b-it",
-    "phi-2",
-    "mistral-7b*",
-    "gpt-oss-20b",
-    "turbosparse*",
-    "glm-4-9b",
-)
+@pytest.mark.fast("llama-7b", "qwen3*", "gemma-3-1b-it", "phi-2", "gpt-oss-20b", "turbosparse*")
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_tiny_checkpoint_of_every_alias_converts(tmp_path: Path, alias: str) -> None:
     values = shrunk(CONFIGS[alias])

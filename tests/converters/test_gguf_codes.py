@@ -144,11 +144,6 @@ def test_each_layer_has_the_formats_of_its_own_matrices(tmp_path: Path) -> None:
     tokens = list(range(20))
     with running(bundle.path) as model, running(bundle.path, "cpu") as mine:
         assert error(all_logits(mine, tokens), all_logits(model, tokens, 32)) < 0.1
-    tokens = list(range(20))
-    with running(bundle.path) as model:
-        reference = all_logits(model, tokens, 32)
-    with running(bundle.path, "cpu") as model:
-        assert error(all_logits(model, tokens), reference) < 0.1
 
 
 def test_a_plain_quantisation_rounds_anew(tmp_path: Path) -> None:

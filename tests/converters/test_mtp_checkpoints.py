@@ -163,6 +163,7 @@ def test_no_token_depends_on_drafts(hybrid: Path, monkeypatch: pytest.MonkeyPatc
                 assert found.stats.drafting.draft_tokens > 15
 
 
+@pytest.mark.slow
 @pytest.mark.fast("glm4 moe lite-cpu")
 @pytest.mark.parametrize(
     ("case", "backend"),

@@ -112,7 +112,7 @@ def test_a_text_goes_on_from_any_place(model: Transformer, text: list[int], whol
         assert continued(model, kv, text).tobytes() == whole[kept:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     continued(model, kv, text[:150])
@@ -126,7 +126,7 @@ def test_a_fork_is_independent(model: Transformer, text: list[int], whole: np.nd
     assert continued(model, copy, text).tobytes() == whole[spacing:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_saved_states_are_found_again(
     model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_saved_states_are_found_again(
     assert continued(model, back, text).tobytes() == whole[2 * spacing :].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_texts_that_share_passes_are_those_that_they_are_alone(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -160,7 +160,7 @@ def test_texts_that_share_passes_are_those_that_they_are_alone(
     assert continued(model, second, other).tobytes() == alone[33:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_a_cancelled_pass_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     continued(model, kv, text[:100])
@@ -193,7 +193,7 @@ class Memory:
         del self.held[same[0]]
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_every_buffer_is_counted_and_released(model: Transformer, text: list[int]) -> None:
     memory = Memory()
     kv = empty(model, memory.allocate, memory.release)
@@ -250,7 +250,7 @@ def test_a_text_goes_back_to_its_last_prompt(
     assert ends_of(kv) == [LENGTH]
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_a_fork_has_the_marks(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     kv = empty(model)
     kv.mark_prompt(100)
@@ -263,7 +263,7 @@ def test_a_fork_has_the_marks(model: Transformer, text: list[int], whole: np.nda
     assert continued(model, copy, text).tobytes() == whole[92:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_a_prompt_that_is_cancelled_begins_anew(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -300,7 +300,7 @@ def test_prompts_of_texts_that_share_passes(model: Transformer, text: list[int],
         assert continued(model, kv, text[:62]).tobytes() == whole[kept:62].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_what_lies_before_a_mark_is_found_again(
     model: Transformer, text: list[int], whole: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +334,7 @@ def test_what_lies_before_a_mark_is_found_again(
     assert back.length == 128
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_states_that_tokens_run_ahead_of_reach_a_mark(
     model: Transformer, text: list[int], whole: np.ndarray
 ) -> None:
@@ -407,7 +407,7 @@ def test_drafts_leave_the_bits(model: Transformer, text: list[int], whole: np.nd
     assert continued(model, kv, text).tobytes() == whole[2 * spacing :].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_a_draft_that_fails_leaves_the_states(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng, kv = np.random.default_rng(6), empty(model)
     continued(model, kv, text[:100])
@@ -424,7 +424,7 @@ def test_a_draft_that_fails_leaves_the_states(model: Transformer, text: list[int
     assert continued(model, kv, text).tobytes() == whole[100:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     """As the chain of a drafter that runs the model itself: a pass for each token, each behind the others."""
     kv = empty(model)
@@ -444,7 +444,7 @@ def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole:
     assert continued(model, copy, text).tobytes() == whole[128:].tobytes()
 
 
-@pytest.mark.fast("lfm2*", "qwen3.5", "mixers", "mixers beside attention")
+@pytest.mark.fast("qwen3.5", "mixers beside attention", "lfm2 on mlx")
 def test_drafts_of_texts_that_share_a_pass(model: Transformer, text: list[int], whole: np.ndarray) -> None:
     rng = np.random.default_rng(8)
     kvs = [empty(model) for _ in range(3)]

@@ -9,7 +9,7 @@ import pytest
 from ondevice.training import train_expert_use
 from tests.support.trained_models import MIXTURE, own_text
 
-PIECE, PIECES = 192, 4
+PIECE, PIECES = 192, 3
 """Tokens of a piece, and the number of pieces."""
 
 

@@ -120,7 +120,7 @@ def damaged(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_budget_below_the_dense_neurons(large: Path) -> None:
     with load(large, **OPTIONS) as model:
-        expected, whole = model.generate(tokens=PROMPT, max_tokens=12).tokens, model.plan
+        expected, whole = model.generate(tokens=PROMPT, max_tokens=6).tokens, model.plan
         assert whole.dense is not None
         assert whole.dense_segments == whole.dense.total
         dense = whole.dense.total * whole.dense.nbytes
@@ -135,7 +135,7 @@ def test_a_budget_below_the_dense_neurons(large: Path) -> None:
             least + dense // 4,
         ):
             model.set_dram_budget(budget)
-            made = model.generate(tokens=PROMPT, max_tokens=12)
+            made = model.generate(tokens=PROMPT, max_tokens=6)
             assert made.tokens == expected
             held, plan, pool = model._engine._neurons, model.plan, pool_of(model)
             assert plan.dense is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -97,12 +98,16 @@ def libraries(files: dict[str, bytes]) -> dict[str, tokenizers.Tokenizer]:
 
 
 @pytest.fixture(scope="session")
+def llama2(files: dict[str, bytes]) -> Any:
+    """Llama 2's tokenizer, as its own library reads it."""
+    return sentencepiece.SentencePieceProcessor(model_proto=files["llama2"])
+
+
+@pytest.fixture(scope="session")
 def library_decode(
-    files: dict[str, bytes], libraries: dict[str, tokenizers.Tokenizer]
+    llama2: Any, libraries: dict[str, tokenizers.Tokenizer]
 ) -> dict[str, Callable[[list[int]], str]]:
-    decode: dict[str, Callable[[list[int]], str]] = {
-        "llama2": sentencepiece.SentencePieceProcessor(model_proto=files["llama2"]).decode
-    }
+    decode: dict[str, Callable[[list[int]], str]] = {"llama2": llama2.decode}
     return decode | {name: library.decode for name, library in libraries.items()}
 
 
@@ -120,12 +125,9 @@ def runs_joined(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_sentencepiece_encodes_as_its_library(
-    loaded: dict[str, Tokenizer], files: dict[str, bytes], text: str
-) -> None:
-    library = sentencepiece.SentencePieceProcessor(model_proto=files["llama2"])
-    assert loaded["llama2"].encode(text, add_bos=False) == library.encode(text)
-    assert loaded["llama2"].encode(text) == [1, *library.encode(text)]
+def test_sentencepiece_encodes_as_its_library(loaded: dict[str, Tokenizer], llama2: Any, text: str) -> None:
+    assert loaded["llama2"].encode(text, add_bos=False) == llama2.encode(text)
+    assert loaded["llama2"].encode(text) == [1, *llama2.encode(text)]
 
 
 @pytest.mark.fast("*-gpt2", "*emoji*", "*leading*")
