@@ -226,7 +226,7 @@ SMALL_GROUPS = (
 )
 
 
-@pytest.mark.fast("Llama's-*", "every kind-*", "*-16-0.001")
+@pytest.mark.fast("Llama's-*", "every kind-*", "ungated-16-0.001", "fatrelu-16-0.001")
 @pytest.mark.parametrize(
     ("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05), *((quant, 0.05) for quant in SMALL_GROUPS)]
 )

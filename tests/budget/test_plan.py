@@ -187,6 +187,7 @@ def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, bes
     assert sum(shared.minimum_parts.values()) == shared.minimum_budget_bytes
 
 
+@pytest.mark.fast("20-*", "2-auto-*", "256-streams-*")
 @pytest.mark.parametrize("mode", ["lossless", "shared"])
 @pytest.mark.parametrize("speculation", ["off", "lookup", "resident", "streams", "auto"])
 @pytest.mark.parametrize("chunk", [2, 20, 256])

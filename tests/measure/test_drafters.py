@@ -45,7 +45,7 @@ TASKS = (
     Task("songs", ("Row, row, row your boat, row, row, row your", "La la la la, la la la la, la la")),
     Task("talk", ("Hello there, hello there",), chat=True),
 )
-SAMPLING = SamplingConfig(max_tokens=16)
+SAMPLING = SamplingConfig(max_tokens=10)
 EAGER_NODES = 6
 TREE = Draft((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
 

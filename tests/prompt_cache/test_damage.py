@@ -107,6 +107,7 @@ def test_what_a_killed_process_left_is_removed(chat_bundle: Path, tmp_path: Path
             assert (left.exists(), living.exists()) == (False, True)
 
 
+@pytest.mark.fast("28")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_a_disk_that_refuses_costs_no_text(
     chat_bundle: Path, tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch

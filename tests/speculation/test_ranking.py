@@ -55,7 +55,7 @@ def test_equal_logits_rank_first_what_the_target_draws(
     ranking = Ranking()
     ranking.begin(config, prompt_tokens=3)
     drawn, ranked = [], []
-    for position in range(200):
+    for position in range(100):
         logits = random_logits(1000, position)
         # Of the likeliest tokens, the prompt has some, and the text others, one of them more than once.
         likely = np.argsort(-logits)[:8].tolist()

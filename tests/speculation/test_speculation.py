@@ -114,6 +114,7 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
         assert drafting.generate(QUESTION, max_tokens=40).stats.accepted_tokens_per_pass > 1.05
 
 
+@pytest.mark.fast("off", "streams")
 @pytest.mark.parametrize("drafter", ["off", "lookup", "streams"])
 def test_count_penalties_count_what_was_generated_alone(
     relu_bundle: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
