@@ -96,7 +96,7 @@ def same(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.fast("6-2-10-*", "4-4-8-8-*", "8-1-64-16-5-True", "2-2-128-32-*")
+@pytest.mark.fast("6-2-10-16-*", "4-4-8-8-*", "8-1-64-16-5-True", "2-2-128-32-*")
 @pytest.mark.parametrize(
     ("window", "has_sinks"), [(0, False), (1, False), (5, False), (70, False), (0, True), (5, True)]
 )

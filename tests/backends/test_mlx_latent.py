@@ -115,6 +115,7 @@ def test_one_text(
             assert "speculation" not in settings or drafting.draft_tokens > 0
 
 
+@pytest.mark.fast("8")
 @equal_on_cpu
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_draft_trees_change_no_bit(folder: Path, kv_bits: Literal[16, 8]) -> None:

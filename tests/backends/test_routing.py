@@ -166,7 +166,7 @@ def replaced(
     return sorted(chosen)
 
 
-@pytest.mark.fast("*-0.5", "groups-*", "softmax-100.0")
+@pytest.mark.fast("*-0.5", "groups-100.0", "softmax-100.0")
 @pytest.mark.parametrize("within", [0.1, 0.5, 1.5, 100.0])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sparsemixer"])
 def test_substitutes_are_those_described(name: str, within: float) -> None:

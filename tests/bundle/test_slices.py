@@ -86,7 +86,7 @@ def sliced_states(
 
 
 @pytest.mark.fast(
-    *("cpu-dense", "cpu-mixers", "cpu-many blocks", "cpu-experts", "cpu-latent", "cpu-convolutions"),
+    "cpu-dense", "cpu-mixers", "cpu-many blocks", "cpu-experts", "cpu-latent", "cpu-convolutions"
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

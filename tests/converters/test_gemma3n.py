@@ -63,6 +63,7 @@ def bits_of(logits: np.ndarray) -> bytes:
     return logits.astype(np.float32).tobytes()
 
 
+@pytest.mark.fast("q4")
 @pytest.mark.parametrize("bits", ["f16", "q4"])
 def test_chunks_and_trees_have_the_bits_of_one_pass(folder: Path, bits: str) -> None:
     with running(folder / bits, "cpu") as model:

@@ -207,7 +207,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.fast("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL")
+@pytest.mark.fast("Q3_K", "Q4_K", "IQ4_NL")
 @pytest.mark.parametrize("kind", TILE_FORMATS)
 def test_experts_of_tile_formats_have_the_bits_of_their_file(wide: Path, tmp_path: Path, kind: str) -> None:
     """Every value, and the notes say so; the records are as large as the file's tensors."""

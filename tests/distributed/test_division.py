@@ -128,14 +128,15 @@ def test_budgets_that_do_for_no_division_are_refused_with_those_that_would(model
         divide(model, RUNTIME, [replace(grown, process_bytes=grown.process_bytes + 1), PLENTY])
 
 
-def test_a_division_that_surely_fits_comes_first(prime: Bundle) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_division_that_surely_fits_comes_first(prime: Bundle, count: int) -> None:
     """However much faster one is that only this measurement of the processes has room for."""
     fast = replace(PLENTY, name="fast", compute_bytes_per_second=1e12)
     wide = divide(prime, RUNTIME, [fast, PLENTY]).shares[0]
     assert wide.stop == 60
     budget = wide.plan.minimum_budget_bytes
-    cases = [(budget, 60), (budget - 1, 59), (wide.plan.least_budget_bytes, 59)]
-    for budget_bytes, stop in cases:
+    cases = [(budget - 1, 59), (budget, 60), (wide.plan.least_budget_bytes, 59)]
+    for budget_bytes, stop in cases[-count:]:
         found = divide(prime, RUNTIME, [replace(fast, budget_bytes=budget_bytes), PLENTY]).shares[0]
         assert found.plan.minimum_budget_bytes <= found.plan.budget_bytes
         assert found.stop <= stop

@@ -135,13 +135,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
     return bundle
 
 
-@pytest.mark.fast(
-    "cpu-many blocks",
-    "cpu-mixers beside attention",
-    "cpu-delta",
-    "cpu-latent",
-    "cpu-experts",
-)
+@pytest.mark.fast("cpu-many blocks", "cpu-mixers beside attention", "cpu-delta", "cpu-latent", "cpu-experts")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.slow)])
 def test_every_kind_of_model_has_the_bits_of_one_machine(
