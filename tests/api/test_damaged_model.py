@@ -24,7 +24,7 @@ from tests.support.chat import PROMPT, squeeze
 Said = tuple[tuple[int, ...], tuple[int, ...], bytes]
 DAMAGE = (BundleError, FlashReadError, ModelNotFoundError, UnsupportedModelError)
 MANIFEST = "bundle.json"
-few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def said(bundle: Path, full: bool = True) -> Said:
@@ -95,7 +95,7 @@ def test_a_flipped_byte(name: str, where: float, mask: int, victim: Victim) -> N
 
 
 @pytest.mark.slow
-@settings(few, max_examples=40)
+@settings(few, max_examples=80)
 @flips
 def test_more_flipped_bytes(name: str, where: float, mask: int, victim: Victim) -> None:
     check_flipped(victim, name, where, mask)

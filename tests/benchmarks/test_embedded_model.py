@@ -28,7 +28,7 @@ from tests.support.engines import always_draft
 from tests.support.paths import SHIPPED
 
 SHAPE = replace(TINY, num_layers=8, intermediate_size=1792)
-TOKENS = 256
+TOKENS = 512
 """Of text for the fillers' thresholds; enough for what is asked of them here."""
 PROMPTS = [
     words for task in BUILT_IN if task.name in ("dialogue", "sql", "story") for words in task.prompts[:2]

@@ -43,7 +43,7 @@ FILES = (
     "tokenizer.json",
 )
 Content = tuple[Manifest, dict[str, bytes]]
-many = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Victim:

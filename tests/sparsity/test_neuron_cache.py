@@ -143,7 +143,7 @@ class CacheAtLength(Cache):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=15, stateful_step_count=60)
+TestCache.settings = settings(max_examples=30, stateful_step_count=60)
 TestCacheAtLength = pytest.mark.slow(CacheAtLength.TestCase)
 TestCacheAtLength.settings = settings(max_examples=60, stateful_step_count=60)
 
