@@ -13,7 +13,7 @@ from ondevice.api import Model
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event
 
-ENDS = {"max_tokens": 16, "logit_bias": {2: -math.inf}}
+ENDS = {"max_tokens": 24, "logit_bias": {2: -math.inf}}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "seed": 3},
@@ -21,7 +21,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"top_logprobs": 2},
     {"temperature": 0.7, "seed": 5, "top_p": 0.9, "top_logprobs": 1, "frequency_penalty": 0.8},
     {"max_tokens": 3},
-    {"temperature": 1.0, "seed": 3, "min_p": 0.02, "max_tokens": 28},
+    {"temperature": 1.0, "seed": 3, "min_p": 0.02, "max_tokens": 40},
     {"repetition_penalty": 1.5},
 )
 Parts = list[list[tuple[int, int]]]
