@@ -55,7 +55,6 @@ def write_mixture_gguf(path: Path, source: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_logits_and_perplexity_are_those_of_transformers(bundle: Path, theirs: Any, text: list[int]) -> None:
     """At positions before the first near tie of a router within 1e-3, and in the middle at all."""
     logits, margin = logits_and_margins(theirs, text)
