@@ -42,9 +42,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-GARBAGE_OBJECTS = 20_000
-"""After how many new objects garbage is collected."""
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: Any, obj: object) -> Generator[None, Any, Any]:
@@ -70,13 +67,9 @@ def pytest_pycollect_makeitem(collector: Any, obj: object) -> Generator[None, An
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays, and no collection of garbage goes through it again.
-
-    Others come after more objects than usual: tests make many, and few of them in cycles.
-    """
+    """What has been imported and collected stays, and no collection of garbage goes through it again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,7 +48,9 @@ def head_rows(config: ModelConfig, quant: QuantConfig) -> tuple[HeadRows, ...]:
     if not config.part.heads:
         return ()
     head = head_matrix(config, quant)
-    units = max(1, min(HEAD_UNITS, head.nbytes // HEAD_UNIT_BYTES))
+    most = max(1, min(HEAD_UNITS, head.nbytes // HEAD_UNIT_BYTES))
+    # Units of equal size share memory.
+    units = next((count for count in range(most, most // 2, -1) if head.tiles % count == 0), most)
     rows = padded(-(-head.rows // units), TILE_ROWS)
     return tuple(
         HeadRows(first, replace(head, rows=min(rows, head.rows - first)))

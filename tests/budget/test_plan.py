@@ -91,8 +91,8 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     # Vectors, and a checksum for each of the two parts of a slice, a tile of the embedding, and 16 KiB.
     checksums = 32 * 43 * 2 + 2000 + attention_and_head * per_weight / (16 << 10)
     assert plan.weights_bytes == pytest.approx(4 * (65 * 4096 + checksums), rel=0.01)
-    # Six slots of 512 KiB, a tile and a page on each side; a layer, 1/12 of the head, and what is left of it.
-    shared = (4 * 4096 * 4096 + 2672 * 4096 + (32000 - 11 * 2672) * 4096) * per_weight
+    # Six slots of 512 KiB, a tile and a page on each side; a layer, and a tenth of the head.
+    shared = (4 * 4096 * 4096 + 3200 * 4096) * per_weight
     assert plan.matrices.shared_bytes == pytest.approx(shared, rel=0.001)
     streaming = 6 * ((512 << 10) + 2 * (36864 + 4096)) + plan.matrices.shared_bytes
     assert plan.matrices.streaming_bytes == streaming

@@ -95,7 +95,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ondevice.bundle.matrix_units, "HEAD_UNIT_BYTES", 64 << 10)
 
 
-@pytest.mark.parametrize(("vocab", "units"), [(1000, 1), (40_000, 2), (128_256, 8), (300_000, 12)])
+@pytest.mark.parametrize(
+    ("vocab", "units"), [(1000, 1), (40_000, 2), (128_256, 8), (300_000, 10), (299_984, 12)]
+)
 def test_the_head_is_cut_into_runs_of_whole_tiles(vocab: int, units: int) -> None:
     config = replace(Bundle.open(TWIN).config, vocab_size=vocab)
     parts = head_rows(config, QuantConfig(8))
