@@ -115,19 +115,20 @@ class MatrixStream:
     def bring(self, unit: int) -> None:
         """Set `held` of the unit's matrices. Raises FlashReadError and MemoryError; then begins anew."""
         self._share()
-        started = time.perf_counter()
+        started, brought = time.perf_counter(), False
         try:
             if unit < self._quota:
                 self._fill(unit)
             else:
                 self._end_fills()
                 self._read_shared(unit)
-        except BaseException:
-            self._end_fills()
-            self._order = []
-            raise
+            brought = True
         finally:
             self.waited += time.perf_counter() - started
+            if not brought:
+                # The ring may be in the middle of a unit.
+                self._end_fills()
+                self._order = []
         if self.is_complete and not self._missing:
             self._end_fills()
             self._stop_reading()

@@ -15,7 +15,7 @@ from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
 from ondevice.budget.memory_model import MESSAGE_HEADER_BYTES, MESSAGES
-from ondevice.budget.plan import Plan
+from ondevice.budget.plan import Held, Plan
 from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
@@ -144,7 +144,8 @@ def test_every_sparsity_with_few_segments(
     expected = one_machine(folder, sparsity=sparsity)
     always_draft(monkeypatch, [4])
     # Ranks are one process here, and each would count the others' memory.
-    monkeypatch.setattr(Plan, "segments_for", lambda plan, kv_bytes, tokens=None: plan.segment.least + 1)
+    few = lambda plan, kv_bytes, tokens=None: Held(0, plan.segment.least + 1)  # noqa: E731
+    monkeypatch.setattr(Plan, "held_beside", few)
     with running_ranks(folder, cuts, sparsity=sparsity, speculation="lookup") as ranks:
         assert texts(ranks) == expected
         segments = ranks.engine._quota.segments
