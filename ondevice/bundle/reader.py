@@ -449,7 +449,7 @@ class Bundle:
             if entry.nbytes != expected:
                 raise BundleError(f"manifest: {name} has {entry.nbytes} bytes; this model needs {expected}")
             if entry.crc != crc:
-                raise BundleError(f"manifest: {name} has the checksum range {entry.crc}; expected {crc}")
+                raise BundleError(f"{name} has checksum range {entry.crc}, not {crc}: convert the model anew")
             actual = contained(self._folder, name).stat().st_size
             if actual != expected:
                 raise BundleError(f"{name} has {actual} bytes on disk; the manifest says {expected}")
