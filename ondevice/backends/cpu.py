@@ -229,13 +229,13 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         added: Float32 | None = None,
     ) -> Float32:
         if isinstance(weight, StreamedHead):
-            return self._headed(x, weight, norm)
+            return self._head_logits(x, weight, norm)
         matrix = weight.matrix
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         matrix.forward(self.runner, x, weight.bias, out, norm, added)
         return out
 
-    def _headed(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
+    def _head_logits(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
         """`linear` of the output head, unit by unit."""
         out, first = self._buffer("linear", (len(x), head.rows)), 0
         for unit in head.units:

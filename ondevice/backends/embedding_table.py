@@ -49,15 +49,14 @@ class EmbeddingTable:
         layout, width = self.layout, self.hidden_size
         row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
         out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
-        if self._head is not None and self._head.look_up(runner, tokens, out):
-            pass
-        elif isinstance(layout, TileLayout):
+        in_head = self._head is not None and self._head.look_up(runner, tokens, out)
+        if not in_head and isinstance(layout, TileLayout):
             step = tokens_at_once(layout)
             for start in range(0, len(tokens), step):
                 piece, values = tokens[start : start + step], out[start : start + step]
                 lanes = piece % TILE_ROWS
                 _native.dequantize_lanes(runner, row.stored, self.read(piece), lanes, width, values)
-        else:
+        elif not in_head:
             _native.dequantize_rows(runner, row.stored, self.read(tokens), width, out)
         return np.ascontiguousarray(out[:, :width])
 

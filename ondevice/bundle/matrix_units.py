@@ -62,4 +62,4 @@ def matrix_units(config: ModelConfig, quant: QuantConfig) -> tuple[tuple[tuple[T
     """The matrices of every unit, in order of use: those of `layer_matrices`, then of `head_rows`."""
     layers = range(config.num_layers)
     units = tuple(tuple(layer_matrices(config, quant, layer).values()) for layer in layers)
-    return (*units, *(((own.matrix,),) for own in head_rows(config, quant)))
+    return (*units, *(((rows.matrix,),) for rows in head_rows(config, quant)))

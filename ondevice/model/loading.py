@@ -166,10 +166,10 @@ def _layers_parts(
     """The parts of each layer."""
     layers = []
     for layer in range(bundle.config.num_layers):
-        own = layer_parts(bundle.config, bundle.quant, resident, layer)
+        parts = layer_parts(bundle.config, bundle.quant, resident, layer)
         if streams_matrices:
-            own = [_streamed(part, layer) for part in own]
-        layers.append([*own, *cutoff_gates(bundle, reader, layer, sparsity)])
+            parts = [_streamed(part, layer) for part in parts]
+        layers.append([*parts, *cutoff_gates(bundle, reader, layer, sparsity)])
     return layers
 
 

@@ -67,7 +67,7 @@ class MatrixStream:
         for linear in linears:
             self._units[linear.unit].append(linear)
             linear.source = self
-        self._pieces = {unit: _pieces(own, piece_bytes) for unit, own in self._units.items()}
+        self._pieces = {unit: _pieces(linears, piece_bytes) for unit, linears in self._units.items()}
         self._quota = 0
         self._ahead: ReadAhead | None = None
         self._order: list[int] = []
@@ -87,7 +87,7 @@ class MatrixStream:
     @property
     def filled_bytes(self) -> int:
         """Bytes of the matrices that stay in memory. Safe from any thread."""
-        held = (linear for own in self._units.values() for linear in own if linear.held is not None)
+        held = (linear for linears in self._units.values() for linear in linears if linear.held is not None)
         return sum(linear.nbytes for linear in held) - sum(linear.nbytes for linear in self._newest)
 
     @property
@@ -102,8 +102,8 @@ class MatrixStream:
         self._quota = quota
         self._end_fills()
         self._share()
-        for unit, own in self._units.items():
-            for linear in own:
+        for unit, linears in self._units.items():
+            for linear in linears:
                 if unit >= quota:
                     linear.held = None
         self._order = []
@@ -113,7 +113,7 @@ class MatrixStream:
             self._stop_reading()
 
     def bring(self, unit: int) -> None:
-        """Set `held` of the unit's matrices. Raises FlashReadError and MemoryError; then begins anew."""
+        """Set `held` of the unit's matrices. Raises FlashReadError, MemoryError; another call begins anew."""
         self._share()
         started, brought = time.perf_counter(), False
         try:
@@ -142,26 +142,27 @@ class MatrixStream:
         self._stop_reading()
         self._shared.clear()
         self._newest = []
-        for own in self._units.values():
-            for linear in own:
+        for linears in self._units.values():
+            for linear in linears:
                 linear.held, linear.source = None, NoMatrixSource()
         self._units, self._pieces = {}, {}
 
     @property
     def _missing(self) -> list[int]:
         """Units of which a matrix isn't in memory, ascending."""
-        return sorted(it for it, own in self._units.items() if any(linear.held is None for linear in own))
+        units = self._units.items()
+        return sorted(unit for unit, linears in units if any(linear.held is None for linear in linears))
 
     def _fill(self, unit: int) -> None:
         """Wait for a unit that is to be held; the thread goes on with those behind it."""
         if unit not in self._fills:
             self._end_fills()
-            units = [it for it in self._missing if unit <= it < self._quota]
+            units = [missing for missing in self._missing if unit <= missing < self._quota]
             self._order, self._fill_failed = [], False
             ahead = self._reading(units)
             self._filler = self._filler or ThreadPoolExecutor(1, "ondevice-matrices")
             try:
-                self._fills = {it: self._filler.submit(self._hold, it, ahead) for it in units}
+                self._fills = {filled: self._filler.submit(self._hold, filled, ahead) for filled in units}
             except RuntimeError as error:
                 raise thread_refused(error) from error
         self._fills[unit].result()
@@ -170,10 +171,10 @@ class MatrixStream:
         """Fill a unit, which stays. Its pieces are the next ones of `ahead`."""
         if self._fill_failed:
             raise OndeviceError("a unit before this one wasn't filled")
-        self._fill_failed, own = True, self._units[unit]
-        targets = [_new(linear) for linear in own]
+        self._fill_failed, linears = True, self._units[unit]
+        targets = [_new(linear) for linear in linears]
         self._copy(unit, targets, ahead)
-        for linear, target in zip(own, targets, strict=True):
+        for linear, target in zip(linears, targets, strict=True):
             linear.held = target
         self._fill_failed = False
 
@@ -193,21 +194,21 @@ class MatrixStream:
             at = missing.index(unit)
             self._order = [*missing[at:], *missing[:at]]
             self._ahead = self._reading(self._order)
-        own = self._units[unit]
-        targets = [self._take(linear) for linear in own]
+        linears = self._units[unit]
+        targets = [self._take(linear) for linear in linears]
         self._copy(unit, targets, self._ahead)
-        for linear, target in zip(own, targets, strict=True):
+        for linear, target in zip(linears, targets, strict=True):
             linear.held = target
-        self._newest = own
+        self._newest = linears
         self._order = [*self._order[1:], unit]
 
     def _copy(self, unit: int, targets: Sequence[_native.Matrix], ahead: ReadAhead) -> None:
         """Copy a unit's pieces, the next ones of `ahead`, to the matrices that it is to have."""
-        own = self._units[unit]
+        linears = self._units[unit]
         for piece in self._pieces[unit]:
             arrived = ahead.next()
             for run in piece.runs:
-                matrix, place = own[run.linear].stored[run.section]
+                matrix, place = linears[run.linear].stored[run.section]
                 shape, strides = (run.tiles, matrix.tile_bytes), (place.stride, 1)
                 tiles = as_strided(arrived[run.start :], shape, strides, writeable=False)
                 targets[run.linear].load_tiles(run.section, run.first, tiles)

@@ -165,19 +165,20 @@ class TreePolicy:
 
         nodes: of the pass so far.
         """
-        if not self._pays(nodes, chance, self._pass_time.node_seconds + self._propose_seconds):
-            return False
-        self._drafting_seconds += self._propose_seconds
-        return True
+        return self._may_take(self._propose_seconds, nodes, chance)
 
     def is_worth_computing(self, nodes: int, chance: float) -> bool:
         """Whether the drafter should run a forward pass for a token that is reached with `chance` more.
 
         nodes: of the pass so far.
         """
-        if not self._pays(nodes, chance, self._pass_time.node_seconds + self._compute_seconds):
+        return self._may_take(self._compute_seconds, nodes, chance)
+
+    def _may_take(self, seconds: float, nodes: int, chance: float) -> bool:
+        """Whether `seconds` of drafting pay for a node reached with `chance`. Then they count as spent."""
+        if not self._pays(nodes, chance, self._pass_time.node_seconds + seconds):
             return False
-        self._drafting_seconds += self._compute_seconds
+        self._drafting_seconds += seconds
         return True
 
     def grown(self, seconds: float, asked: int) -> None:

@@ -56,13 +56,13 @@ class Combined(Drafter):
             member.prepare(kv, max_nodes, cancelled)
 
     def beside(self) -> Combined | None:
-        """Those of the members that have one."""
-        found = [its for member in self.members if (its := member.beside()) is not None]
-        return Combined(found) if found else None
+        """A drafter of the members that can draft for another text; None if none can."""
+        drafters = [drafter for member in self.members if (drafter := member.beside()) is not None]
+        return Combined(drafters) if drafters else None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Those of the first member that has some; only one drafter reads hidden states."""
+        """The taps of the first member with taps; only one drafter reads hidden states."""
         return next((member.taps for member in self.members if member.taps), ())
 
     def propose(self, path: Sequence[int]) -> Proposals:
