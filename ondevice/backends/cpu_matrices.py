@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.bundle.matrix_layout import TiledMatrix
+from ondevice.bundle.matrix_units import draft_head_units
 from ondevice.config import RowFormat
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
@@ -103,12 +104,22 @@ class StreamedHead:
         self.units = tuple(units)
         self.rows = sum(unit.rows for unit in units)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether every unit is in memory."""
+        return all(unit.held is not None for unit in self.units)
+
+    def draft_head(self) -> StreamedHead:
+        """The units whose rows drafts are chosen from; they share the memory of these."""
+        return StreamedHead(self.units[: draft_head_units(len(self.units))])
+
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
         """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
-        if any(unit.held is None for unit in self.units):
-            return False
         numbers = tokens // self.units[0].rows
-        for number in np.unique(numbers).tolist():
+        needed = np.unique(numbers).tolist()
+        if any(self.units[number].held is None for number in needed):
+            return False
+        for number in needed:
             chosen = np.flatnonzero(numbers == number)
             values = np.empty((len(chosen), out.shape[1]), dtype=np.float32)
             ids = tokens[chosen] - number * self.units[0].rows

@@ -44,7 +44,7 @@ Such passes leave the heap larger than they found it, by up to 7 MB in `long_cei
 
 
 class Held(NamedTuple):
-    """Weights in memory: units of matrices, which come first, and segments of neurons."""
+    """Weights in memory: units of matrices, and segments of neurons."""
 
     units: int
     segments: int
@@ -270,16 +270,22 @@ class Plan:
     def held_beside(self, kv_bytes: int, tokens: int | None = None) -> Held:
         """Matrices, and then neurons, that may be held beside `kv_bytes` of key/value blocks.
 
+        First comes what drafts need: matrices of layers and of the draft head, then high planes of neurons.
+
         tokens: width of the widest pass whose scratch memory is held, by default the widest of all.
         """
         if not self.offloads_weights:
             return Held(0 if self.matrices is None else len(self.matrices.unit_bytes), self.segment.total)
         idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
-        left, units = self.budget_bytes - self._fixed_bytes - kv_bytes + idle, 0
-        if self.matrices is not None:
-            units = self.matrices.fitting(left - self.segment.bytes_of(self.segment.least))
-            left -= self.matrices.bytes_of(units)
-        return Held(units, self.segment.fitting(left))
+        left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
+        if self.matrices is None:
+            return Held(0, self.segment.fitting(left))
+        units = self.matrices.fitting(left - self.segment.bytes_of(self.segment.least))
+        planes = self.segment.high_planes
+        if planes and units > self.matrices.draft_units:
+            with_planes = self.matrices.fitting(left - self.segment.bytes_of(planes))
+            units = max(self.matrices.draft_units, with_planes)
+        return Held(units, self.segment.fitting(left - self.matrices.bytes_of(units)))
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
         """The segments of `held_beside`."""

@@ -23,7 +23,7 @@ from ondevice.bundle.layout import (
     slice_neurons,
 )
 from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix, padded
-from ondevice.bundle.matrix_units import matrix_units
+from ondevice.bundle.matrix_units import draft_head_units, matrix_units
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
@@ -110,6 +110,12 @@ class SegmentShape:
         """Most segments that `nbytes` bytes hold."""
         return max(0, bisect_right(self._sums, nbytes) - 1)
 
+    @property
+    def high_planes(self) -> int:
+        """Segments that are high planes, or have one plane, and come first; 0 where none has two."""
+        low = sum(most for most, high in zip(self.per_layer, self.high_bytes, strict=True) if high)
+        return self.total - low if low else 0
+
     def quota(self, segments: int) -> tuple[int, ...]:
         """Segments of each layer: as nearly the same share of every layer as can be.
 
@@ -171,6 +177,11 @@ class SlotShape:
         return max(0, min(self.total, nbytes // self.nbytes))
 
     @property
+    def high_planes(self) -> int:
+        """Segments of high planes: none."""
+        return 0
+
+    @property
     def least(self) -> int:
         """Segments without which nothing can be computed."""
         return -(-self.reserve // self.slots)
@@ -186,10 +197,12 @@ class MatrixShape:
 
     unit_bytes: of each unit. piece_bytes: most bytes that are read at once, but for a longer tile.
     slot_bytes: of each of MATRIX_SLOTS slots through which units are read. shared_bytes: memory into which
-    those that aren't held are copied.
+    those that aren't held are copied. draft_units: the first ones, which a draft's pass needs: every layer's,
+    and those of the draft head.
     """
 
     unit_bytes: tuple[int, ...]
+    draft_units: int
     piece_bytes: int
     slot_bytes: int
     shared_bytes: int
@@ -292,7 +305,8 @@ def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
     widened = max(RESIDENT_BLOCK_BYTES, padded(tile, PAGE_BYTES)) + PAGE_BYTES
     slot = padded(max(piece, tile), PAGE_BYTES) + 2 * widened
     memory = sum(count * sum(matrix.nbytes for matrix in linear) for linear, count in shared.items())
-    shape = MatrixShape(sizes, piece, slot, memory)
+    drafting = config.num_layers + draft_head_units(len(units) - config.num_layers)
+    shape = MatrixShape(sizes, drafting, piece, slot, memory)
     return shape if shape.streaming_bytes < shape.total_bytes else None
 
 

@@ -575,6 +575,9 @@ class _Testing:
     def multiply_tiles(
         self, runner: Runner, stored: Format, tiles: Bytes, x: Float32, bias: Float32 | None, out: Float32
     ) -> None: ...
+    def multiply_high(
+        self, runner: Runner, stored: Format, planes: Bytes, x: Float32, out: Float32
+    ) -> None: ...
     def kv_write(
         self, runner: Runner, blocks: Addresses, layer: int, bits: int, position: int, k: Float32, v: Float32
     ) -> None: ...

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "planes.h"
 
 namespace ondevice {
 namespace {
@@ -17,6 +18,25 @@ using MutableHeads = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
 template <class Array>
 void check_heads(const Array& x) {
   require(x.stride(2) == 1 && x.stride(1) == static_cast<int64_t>(x.shape(2)), "heads must be contiguous");
+}
+
+// out (T, rows) = x times tiles, or planes of tiles, of tile_bytes each, by one of a target's kernels.
+void multiply(Runner& runner, const RowFormat& format, int64_t tile_bytes,
+              decltype(KernelTable::linear_quantized) kernel, const CArray<const uint8_t, 1>& tiles,
+              const Rows& x, const Weight& bias, const CArray<float, 2>& out) {
+  const int64_t cols = x.shape(1), tokens = rows_of(x, cols), rows = out.shape(1),
+                count = (rows + kTile - 1) / kTile;
+  require(format.bits < 16 && static_cast<int64_t>(out.shape(0)) == tokens && rows > 0,
+          "weights have at most 8 bits, out is (T, rows)");
+  check_columns(format, cols);
+  require(static_cast<int64_t>(tiles.shape(0)) == count * tile_bytes, "tiles have 16 rows each");
+  require(!bias || static_cast<int64_t>(bias->shape(0)) == rows, "bias is (rows,)");
+  nb::gil_scoped_release release;
+  const InputRows inputs = runner.prepare(x.data(), x.stride(0), tokens, cols, format);
+  runner.pool().parallel_for(count, 1, [&](int64_t begin, int64_t end, int) {
+    kernel(format, tiles.data(), inputs.quantized, tokens, bias ? bias->data() : nullptr, nullptr, out.data(),
+           rows, rows, begin, end);
+  });
 }
 
 }  // namespace
@@ -54,21 +74,15 @@ void bind_testing(nb::module_& m) {
   m.def("multiply_tiles", [](Runner& runner, const FormatArg& stored, const CArray<const uint8_t, 1>& tiles,
                              const Rows& x, const Weight& bias, const CArray<float, 2>& out) {
     const RowFormat format = tile_format_of(stored);
-    const int64_t cols = x.shape(1), tokens = rows_of(x, cols), rows = out.shape(1),
-                  count = (rows + kTile - 1) / kTile;
-    require(format.bits < 16 && static_cast<int64_t>(out.shape(0)) == tokens && rows > 0,
-            "weights have at most 8 bits, out is (T, rows)");
-    check_columns(format, cols);
-    require(static_cast<int64_t>(tiles.shape(0)) == count * kTile * format.row_bytes(groups_of(cols)),
-            "tiles have 16 rows each");
-    require(!bias || static_cast<int64_t>(bias->shape(0)) == rows, "bias is (rows,)");
-    nb::gil_scoped_release release;
-    const InputRows inputs = runner.prepare(x.data(), x.stride(0), tokens, cols, format);
-    runner.pool().parallel_for(count, 1, [&](int64_t begin, int64_t end, int) {
-      runner.kernels().linear_quantized(format, tiles.data(), inputs.quantized, tokens,
-                                        bias ? bias->data() : nullptr, nullptr, out.data(), rows, rows, begin,
-                                        end);
-    });
+    multiply(runner, format, kTile * format.row_bytes(groups_of(x.shape(1))),
+             runner.kernels().linear_quantized, tiles, x, bias, out);
+  });
+  m.def("multiply_high", [](Runner& runner, const FormatArg& stored, const CArray<const uint8_t, 1>& planes,
+                            const Rows& x, const CArray<float, 2>& out) {
+    const RowFormat format = tile_format_of(stored);
+    require(low_plane_bits_of(format.bits) > 0, "codes of this format aren't divided");
+    multiply(runner, format, high_tile_bytes(format, groups_of(x.shape(1))), runner.kernels().linear_high,
+             planes, x, std::nullopt, out);
   });
   m.def("kv_write", [](Runner& runner, const Blocks& blocks, int64_t offset, int bits, int64_t position,
                        const Heads& k, const Heads& v) {

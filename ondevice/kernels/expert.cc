@@ -20,8 +20,7 @@ const uint8_t* tiles_of(const KernelTable& kernels, const RecordMatrix& matrix, 
                 high_bytes = bytes - low_bytes;
   for (int64_t tile = begin; tile < end; ++tile)
     join_tile(kernels, matrix.format, groups, record.high + matrix.high + tile * high_bytes,
-              record.low ? record.low + matrix.low + tile * low_bytes : nullptr,
-              joined + (tile - begin) * bytes);
+              record.low + matrix.low + tile * low_bytes, joined + (tile - begin) * bytes);
   return joined;
 }
 
@@ -31,9 +30,15 @@ void multiply(const KernelTable& kernels, const RecordMatrix& matrix, const Reco
               const InputRows& x, float* out, int64_t stride, int64_t begin, int64_t end, uint8_t* joined,
               const float* bias = nullptr, const float* added = nullptr) {
   const int64_t row = begin * kTile, rows = std::min(end * kTile, matrix.rows) - row;
-  const uint8_t* tiles = tiles_of(kernels, matrix, record, begin, end, joined);
   if (matrix.bias >= 0) bias = reinterpret_cast<const float*>(record.tiles + matrix.bias);
   if (bias) bias += row;
+  if (!record.tiles && !record.low && matrix.low >= 0) {
+    const int64_t high_bytes = high_tile_bytes(matrix.format, groups_of(matrix.cols));
+    kernels.linear_high(matrix.format, record.high + matrix.high + begin * high_bytes, x.quantized, x.tokens,
+                        bias, added, out, stride, rows, 0, end - begin);
+    return;
+  }
+  const uint8_t* tiles = tiles_of(kernels, matrix, record, begin, end, joined);
   if (matrix.format.bits == 16)
     kernels.linear_half(reinterpret_cast<const uint16_t*>(tiles), groups_of(matrix.cols) * kGroup, x.padded,
                         x.tokens, bias, added, out, stride, 0, rows);

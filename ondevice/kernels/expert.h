@@ -29,7 +29,7 @@ struct RecordMatrix {
 };
 
 // The bytes of an expert, or of a slice: a record of tiles, or a slice's planes, of which the low one may be
-// missing. Codes are then those in the middle of what the low bits may be.
+// missing: low bits of codes then count as their mean.
 struct RecordBytes {
   const uint8_t* tiles;
   const uint8_t *high = nullptr, *low = nullptr;

@@ -174,6 +174,10 @@ struct KernelTable {
   void (*linear_quantized)(const RowFormat& format, const uint8_t* tiles, const QuantizedRows& x,
                            int64_t tokens, const float* bias, const float* added, float* out,
                            int64_t out_stride, int64_t rows, int64_t begin, int64_t end);
+  // The same with high planes of tiles alone, low bits of codes being their mean; of formats that have two.
+  void (*linear_high)(const RowFormat& format, const uint8_t* planes, const QuantizedRows& x, int64_t tokens,
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                      int64_t begin, int64_t end);
   // out[r] of 16 scattered rows, for one token: what linear_quantized gives for a tile of these rows, whose
   // scales are `affine`, group by group and 16 side by side, and behind them its biases. `next`, if not null:
   // 16 rows to prefetch into the cache.

@@ -1,25 +1,9 @@
 #include "planes.h"
 
 #include <algorithm>
-#include <array>
 
 namespace ondevice {
 namespace {
-
-using Middle = std::array<uint8_t, kTile * kGroup / 2>;  // the most bytes that a block's low plane has
-
-// Low planes of a block whose neighbouring codes are just below and just above the middle, in turns: their
-// mean is the middle, which is no code.
-constexpr Middle middle_of(uint8_t even, uint8_t odd) {
-  Middle plane{};
-  for (size_t i = 0; i < plane.size(); ++i) plane[i] = i % 2 ? odd : even;
-  return plane;
-}
-constexpr Middle kTwoBits = middle_of(0x5a, 0x5a);  // 2 and 1 in the nibbles of both bytes that are joined
-constexpr Middle kNibbles = middle_of(0x87, 0x87);  // 7 and 8 in the nibbles of a byte
-constexpr Middle kOfBytes = middle_of(0x77, 0x88);  // 7 and 8 in neighbouring bytes
-
-const uint8_t* middle(int bits) { return (bits == 8 ? kOfBytes : bits == 6 ? kNibbles : kTwoBits).data(); }
 
 // The low two bits of each nibble of `bytes` bytes, those of both halves side by side, and the high two.
 void split_nibbles(const uint8_t* from, int64_t bytes, uint8_t* high, uint8_t* low) {
@@ -101,8 +85,7 @@ void join_tile(const KernelTable& kernels, const RowFormat& format, int64_t grou
   each_block(
       format, groups,
       [&](int64_t to, int64_t from_high, int64_t from_low) {
-        kernels.join_codes(format.bits, high + from_high, low ? low + from_low : middle(format.bits),
-                           tile + to);
+        kernels.join_codes(format.bits, high + from_high, low + from_low, tile + to);
       },
       [&](int64_t to, int64_t from, int64_t bytes) { std::copy_n(high + from, bytes, tile + to); });
 }

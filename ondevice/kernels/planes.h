@@ -23,7 +23,7 @@ inline int64_t high_tile_bytes(const RowFormat& format, int64_t groups) {
 
 // A tile -> its planes. The format has two.
 void split_tile(const RowFormat& format, int64_t groups, const uint8_t* tile, uint8_t* high, uint8_t* low);
-// The inverse, by a target's kernel. low: null for the middle of what the low bits may be.
+// The inverse, by a target's kernel.
 void join_tile(const KernelTable& kernels, const RowFormat& format, int64_t groups, const uint8_t* high,
                const uint8_t* low, uint8_t* tile);
 

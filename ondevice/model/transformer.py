@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Array, Backend, Float32, Int32, Linear
+from ondevice.backends.cpu_matrices import StreamedHead
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.backends.token_tree import TokenTree
@@ -85,6 +86,8 @@ class Transformer(LayerRange):
     ) -> None:
         super().__init__(config, backend, weights, streams, later)
         self.draft_head = draft_head
+        head = weights.head
+        self._frequent = head.draft_head() if isinstance(head, StreamedHead) else None
         self.taps: tuple[int, ...] = ()
         """Layers of the model, ascending, whose inputs `run` hands out; its number of layers means what
         leaves the last."""
@@ -260,9 +263,28 @@ class Transformer(LayerRange):
 
         Raises BundleError if one isn't finite.
         """
-        logits = self.backend.to_numpy(self._head(hidden, self._draft_rows))
-        self.check_finite(logits)
-        return logits
+        return self._finite(self._head(hidden, self._draft_rows))
+
+    def _finite(self, logits: Array) -> Float32:
+        values = self.backend.to_numpy(logits)
+        self.check_finite(values)
+        return values
+
+    @property
+    def frequent_tokens(self) -> int:
+        """Number of the vocabulary's first tokens, whose rows of the head are held before the others."""
+        return self.config.vocab_size if self._frequent is None else self._frequent.rows
+
+    def frequent_logits(self, hidden: Array) -> Float32:
+        """Logits of these tokens, (n, frequent_tokens), or as `draft_logits` if there is a draft head."""
+        if self._frequent is None or self.draft_head is not None:
+            return self.draft_logits(hidden)
+        return self._finite(self._head(hidden, self._frequent))
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the whole head is in memory."""
+        return self._frequent is None or self.weights.head.is_held
 
     @property
     def draft_tokens(self) -> NDArray[np.int64] | None:

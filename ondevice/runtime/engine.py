@@ -235,7 +235,7 @@ class Engine(LoadedModel):
             self.transformer,
             widths.tree if widths.branches else 0,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
-            lambda: of_all_neurons and self.plan.offloads_weights and self._quota.holds_matrices,
+            lambda: of_all_neurons and self.plan.offloads_weights and self._quota.holds_draft,
             second,
             datastore,
             state,

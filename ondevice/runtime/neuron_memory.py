@@ -263,9 +263,10 @@ class WeightQuota:
         return self._held.segments
 
     @property
-    def holds_matrices(self) -> bool:
-        """Whether every matrix that all tokens use is within the quota now."""
-        return self._matrices is None or self._matrices.is_complete
+    def holds_draft(self) -> bool:
+        """Whether the matrices that a draft's pass needs are within the quota now."""
+        shape = self._plan.matrices
+        return shape is None or self._held.units >= shape.draft_units
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
         """Allocate what a plan allows beside `kv_bytes` of keys and values."""

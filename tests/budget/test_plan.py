@@ -13,7 +13,7 @@ from ondevice.backends.base import KVLayout
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import require_fit, verdict
 from ondevice.budget.memory_model import NEURON_TABLE_BYTES
-from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
+from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Held, Plan, plan_memory
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import (
     buffer_shape,
@@ -126,9 +126,7 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
 
 @settings(max_examples=60)
 @given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 33))
-def test_matrices_are_held_before_neurons_and_within_the_budget(
-    config: ModelConfig, bits: Any, budget: int
-) -> None:
+def test_matrices_are_held_within_the_budget(config: ModelConfig, bits: Any, budget: int) -> None:
     plan = plan_for(config, QuantConfig(bits), budget)
     shape = plan.matrices
     if shape is None:
@@ -142,9 +140,35 @@ def test_matrices_are_held_before_neurons_and_within_the_budget(
     if plan.fits:
         assert plan.total_bytes <= budget
         spare = budget - plan.total_bytes
-        # Another unit wouldn't fit beside a full context, where neurons have what is left.
+        # Another unit wouldn't fit beside a full context, where neurons have what is left, or those of the
+        # head that drafts don't need come behind high planes.
         if not plan.holds_matrices:
-            assert spare + plan.neuron_cache_bytes < shape.unit_bytes[plan.held_units]
+            needed = 0 if plan.held_units < shape.draft_units else plan.segment.high_planes
+            left = spare + plan.neuron_cache_bytes - plan.segment.bytes_of(needed)
+            assert left < shape.unit_bytes[plan.held_units]
+
+
+def test_what_drafts_need_is_held_first() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 1 << 40)
+    shape, planes = plan.matrices, plan.segment.high_planes
+    assert shape is not None
+    assert shape.draft_units == 32 + 4
+    assert len(shape.unit_bytes) == 32 + 10
+    assert 0 < planes < plan.segment.total
+    stages = set()
+    held = Held(0, 0)
+    for budget in range(plan.least_budget_bytes, plan.full_bytes, 25 * MB):
+        more = plan.with_budget(budget).held_beside(plan.kv_cache_bytes)
+        assert more >= held
+        held = more
+        if held.units < shape.draft_units:
+            assert plan.segment.bytes_of(held.segments) < shape.unit_bytes[held.units]
+        elif held.segments < planes:
+            assert held.units == shape.draft_units
+            stages.add("planes")
+        else:
+            stages.add("others")
+    assert stages == {"planes", "others"}
 
 
 def test_a_text_begins_with_a_block_of_keys_and_values() -> None:
@@ -410,8 +434,7 @@ def test_sessions_may_share_what_one_context_leaves() -> None:
     fixed = streaming.total_bytes - streaming.kv_cache_bytes - streaming.neuron_cache_bytes
     # Where the text takes more, matrices come from flash.
     assert streaming.matrices is not None
-    assert streaming.holds_matrices
-    fixed += streaming.matrices.shared_bytes - streaming.matrices.total_bytes
+    fixed += streaming.matrices.shared_bytes - streaming.matrices.bytes_of(streaming.held_units)
     assert fixed + streaming.kv_limit_bytes == streaming.budget_bytes
     full = plan_for(TINY, F16, 1 << 40)
     assert full.total_bytes - full.kv_cache_bytes + full.kv_limit_bytes == full.budget_bytes

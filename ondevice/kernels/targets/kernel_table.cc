@@ -9,6 +9,7 @@ extern const KernelTable kTable;
 const KernelTable kTable = {
     quantize_activations,
     linear_quantized,
+    linear_high,
     linear_gathered,
     linear_half,
     join_codes,

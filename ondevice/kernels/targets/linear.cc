@@ -1,70 +1,8 @@
-#include "simd.h"
-#include "target_kernels.h"
+#include "row_forms.h"
 
 namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
-
-// A row format at compile time.
-template <int BITS, int GROUP, bool IMPLIED>
-struct Form {
-  using Codes = Integers<BITS>;
-  static constexpr int kCols = GROUP;
-  static constexpr int64_t kScales = kGroup / GROUP, kSide = 2 * kTile;  // bytes of 16 scales side by side
-  static constexpr int64_t kAffine = kSide * kScales * (IMPLIED ? 1 : 2);
-  static constexpr float kZero = 1 << (BITS - 1);
-
-  // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
-  // scales of the block. at: of the activations' group. A sum of codes less the zero code is an integer, and
-  // exact.
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(affine);
-    const F scale = mul(load_half(halves), set1(x.scales[at]));
-    if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(x.int_sums[at]))), acc);
-    acc = fma(scale, sums, acc);
-    return fma(load_half(halves + kScales * kTile), set1(x.sums[at]), acc);
-  }
-};
-
-// Codes that a table makes integers of, in groups of 32 with scales alone: powers of two in MXFP4, whose
-// integers are doubled, so that the activations' scale is halved; else float16.
-template <class CODES>
-struct TableForm {
-  using Codes = CODES;
-  static constexpr bool kMxfp4 = std::is_same_v<CODES, Floats4>;
-  static constexpr int kCols = 32;
-  static constexpr int64_t kScales = kGroup / kCols, kSide = (kMxfp4 ? 1 : 2) * kTile,
-                           kAffine = kSide * kScales;
-
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
-    const F weight = kMxfp4 ? load_powers(affine) : load_half(reinterpret_cast<const uint16_t*>(affine));
-    const F scale = mul(weight, set1((kMxfp4 ? 0.5f : 1.0f) * x.scales[at]));
-    return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * x.int_sums[at]))), acc);
-  }
-};
-
-// Bytes of a block of a tile: of its codes, and of all.
-template <class FORM>
-constexpr int64_t kCodesBytes = kTile * kGroup * FORM::Codes::kBits / 8;
-template <class FORM>
-constexpr int64_t kBlockBytes = kCodesBytes<FORM> + FORM::kAffine;
-
-template <int BITS, class Run>
-void with_bits_form(const RowFormat& format, const Run& run) {
-  if (format.group == kGroup) return run(Form<BITS, 64, false>());
-  return format.implied() ? run(Form<BITS, 32, true>()) : run(Form<BITS, 32, false>());
-}
-
-// Calls `run` with the form of a format.
-template <class Run>
-void with_form(const RowFormat& format, const Run& run) {
-  if (format.mxfp4()) return run(TableForm<Floats4>());
-  if (format.kind == ScaleKind::kTable) return run(TableForm<Table4>());
-  if (format.bits == 4) return with_bits_form<4>(format, run);
-  if (format.bits == 5) return with_bits_form<5>(format, run);
-  if (format.bits == 6) return with_bits_form<6>(format, run);
-  return with_bits_form<8>(format, run);
-}
 
 // N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),

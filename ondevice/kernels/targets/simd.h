@@ -105,6 +105,18 @@ static inline void store_partial(float* p, F a, int64_t n) {
 }
 #endif
 
+// Sums of products that fit 16 bits: kWordProducts of each quad are in one. add_words: acc + weights * sums.
+#if defined(ONDEVICE_WORD_SUMS)
+constexpr int kWordProducts = 2;
+#else
+constexpr int kWordProducts = 4;
+using Words = I;
+static inline Words words_zero() { return int_zero(); }
+static inline Words dot_words(Words acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
+static inline Words words_of(I x) { return factor_of(x); }
+static inline I add_words(I acc, Words sums, Words weights) { return multiply_add(acc, sums, weights); }
+#endif
+
 // e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range. NaN stays NaN, because
 // min and max return their second operand if either is NaN. Cody-Waite reduction, degree-6 polynomial in
 // Horner form with fused multiply-adds.

@@ -26,6 +26,9 @@ void linear_gathered(const RowFormat& format, const uint8_t* const* rows, const 
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                  const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                  int64_t end);
+void linear_high(const RowFormat& format, const uint8_t* planes, const QuantizedRows& x, int64_t tokens,
+                 const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                 int64_t begin, int64_t end);
 void join_codes(int bits, const uint8_t* high, const uint8_t* low, uint8_t* codes);
 void activate(const GateForm& form, const float* gate, const float* up, float* h, int64_t n);
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,

@@ -1,109 +1,34 @@
-#include "simd.h"
-#include "target_kernels.h"
+#include "row_forms.h"
 
 namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
-// Weights with two levels of scales. A tile is one stretch of bytes for every 256 columns: a header of 16 d,
-// in kTwoLevel 16 dmin, and for each block of 64 columns its integers, each byte of a row beside those of the
-// other rows; then the codes of the four blocks.
-//
-// Per output, blocks ascending, with xs the scale of a block's activations x and g its groups of columns:
-//   acc = fma(d * xs, sum over g of s[g] * (sum of (code - zero) * x), acc)
-//   acc = fma(-dmin * xs, sum over g of m[g] * (sum of x), acc), in kTwoLevel
-// Both sums are exact integers, rounded to float once.
-template <int BITS, int GROUP, ScaleKind KIND>
-struct TwoLevelForm {
-  using Codes = std::conditional_t<KIND == ScaleKind::kTwoLevelTable, Table4, Integers<BITS>>;
-  static constexpr bool kMinimums = KIND == ScaleKind::kTwoLevel;
-  static constexpr int kZero = KIND == ScaleKind::kTwoLevelTable ? Table4::kZero
-                               : kMinimums                       ? 0
-                                                                 : 1 << (BITS - 1);
-  static constexpr int kGroups = kGroup / GROUP, kQuads = GROUP / 4;     // of a block; of a group
-  static constexpr bool kShared = BITS == 3 || (kMinimums && BITS > 2);  // 6 bits each: four in three bytes
-  static constexpr int kIntegers = kShared ? 3 : kGroups;                // bytes of a row's block
-  static constexpr int64_t kUpper = kTile * (kMinimums ? 4 : 2);
-  static constexpr int64_t kHeader = kUpper + kTile * kSuperGroup * kIntegers;
-  static constexpr int64_t kBlock = kTile * kGroup * BITS / 8, kSuper = kHeader + kSuperGroup * kBlock;
-};
-
-// How a target adds a block's products up. kWords: sums of quads in 16 bits, which widen as they are
-// multiplied by scales. kSmall: sums of groups fit 16 bits. kFloats: they are multiplied as floats, exactly.
-enum class Sums { kWords, kSmall, kFloats };
-#if defined(ONDEVICE_WORD_SUMS)
+// How a target adds a block's products up. kWords: their sums fit 16 bits, and widen as they are multiplied
+// by scales. kFloats: they are multiplied as floats, exactly.
+enum class Sums { kWords, kFloats };
 template <class FORM>
-constexpr Sums kSums = FORM::Codes::kTop < 64 ? Sums::kWords : Sums::kFloats;
-#else
-template <class FORM>
-constexpr Sums kSums = FORM::Codes::kTop < 8 ? Sums::kSmall : Sums::kFloats;
-using Words = I;
-static inline Words words_of(I scale) { return scale; }
-#endif
+constexpr Sums kSums = FORM::Codes::kTop < (kWordProducts == 2 ? 64 : 8) ? Sums::kWords : Sums::kFloats;
 
 // Factors of a block of 16 rows. `pairs` has minimums, or scales where the zero code is taken off last.
 template <class FORM>
 struct Factors {
   static constexpr bool kPairs = FORM::kMinimums || (FORM::kZero && kSums<FORM> != Sums::kFloats);
-  std::conditional_t<kSums<FORM> == Sums::kWords, Words,
-                     std::conditional_t<kSums<FORM> == Sums::kSmall, I, F>>
-      scales[FORM::kGroups];
+  std::conditional_t<kSums<FORM> == Sums::kWords, Words, F> scales[FORM::kGroups];
   Pair pairs[FORM::kGroups / 2];
 };
-struct Upper {
-  F d, dmin;
-};
-
-// A block's integers, group by group.
-template <class FORM>
-static inline void load_integers(const uint8_t* from, I* scales, I* minimums) {
-  if constexpr (FORM::kShared) {
-    const I a = widen_uint8(from), b = widen_uint8(from + kTile), c = widen_uint8(from + 2 * kTile);
-    const I fourth = add_int(add_int(pick_int<6, 3>(a), pick_int<4, 12>(b)), pick_int<2, 48>(c));
-    if constexpr (FORM::kMinimums) {
-      scales[0] = pick_int<0, 63>(a), minimums[0] = pick_int<0, 63>(b);
-      scales[1] = pick_int<0, 63>(c), minimums[1] = fourth;
-    } else {
-      const I middle = set1_int(-32);
-      scales[0] = add_int(pick_int<0, 63>(a), middle), scales[1] = add_int(pick_int<0, 63>(b), middle);
-      scales[2] = add_int(pick_int<0, 63>(c), middle), scales[3] = add_int(fourth, middle);
-    }
-  } else {
-    for (int i = 0; i < FORM::kGroups; ++i, from += kTile) {
-      if constexpr (FORM::Codes::kBits == 6) {
-        scales[i] = widen_int8(reinterpret_cast<const int8_t*>(from));
-      } else {
-        const I byte = widen_uint8(from);
-        if constexpr (FORM::kMinimums)
-          scales[i] = pick_int<0, 15>(byte), minimums[i] = pick_int<4, 15>(byte);
-        else
-          scales[i] = add_int(pick_int<0, 63>(byte), set1_int(-32));
-      }
-    }
-  }
-}
-
 template <class FORM>
 static inline void load_factors(const uint8_t* header, int64_t block, Factors<FORM>* out) {
   I scales[FORM::kGroups], minimums[FORM::kGroups];
   load_integers<FORM>(header + FORM::kUpper + block * kTile * FORM::kIntegers, scales, minimums);
   for (int i = 0; i < FORM::kGroups; ++i) {
     if constexpr (kSums<FORM> == Sums::kWords) out->scales[i] = words_of(scales[i]);
-    if constexpr (kSums<FORM> == Sums::kSmall)
-      out->scales[i] =
-          FORM::kMinimums ? scales[i] : factor_of(scales[i]);  // minimums go with scales above zero
     if constexpr (kSums<FORM> == Sums::kFloats) out->scales[i] = to_float(scales[i]);
   }
   if constexpr (Factors<FORM>::kPairs)
     for (int i = 0; i < FORM::kGroups; i += 2)
       out->pairs[i / 2] =
           FORM::kMinimums ? pair_of(minimums[i], minimums[i + 1]) : pair_of(scales[i], scales[i + 1]);
-}
-
-template <class FORM>
-static inline Upper load_upper(const uint8_t* header) {
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(header);
-  return {load_half(halves), FORM::kMinimums ? load_half(halves + kTile) : zero()};
 }
 
 // A block's codes as they lie, or unpacked for many tokens.
@@ -173,9 +98,8 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
   } else {
     I total[TT];
     for (int t = 0; t < TT; ++t) total[t] = int_zero();
-#if defined(ONDEVICE_WORD_SUMS)
-    // Of codes up to 31 four quads fit (4 * 2 * 31 * 127), of codes up to 63 two.
-    constexpr int kRun = kTop > 31 ? 2 : 4;
+    // Of two products of a quad: with codes up to 31 four quads fit (4 * 2 * 31 * 127), up to 63 two.
+    constexpr int kRun = kWordProducts == 4 ? kQuads : kTop > 31 ? 2 : 4;
     each<16 / kRun>([&](auto run) {
       Words words[TT];
       for (int t = 0; t < TT; ++t) words[t] = words_zero();
@@ -187,19 +111,6 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
       for (int t = 0; t < TT; ++t)
         total[t] = add_words(total[t], words[t], factors.scales[decltype(run)::value * kRun / kQuads]);
     });
-#else
-    each<kGroups>([&](auto group) {
-      constexpr int kAt = decltype(group)::value;
-      I dots[TT];
-      for (int t = 0; t < TT; ++t) dots[t] = int_zero();
-      each<kQuads>([&](auto quad) {
-        constexpr int kQuad = kAt * kQuads + decltype(quad)::value;
-        const B& these = codes.template quad<kQuad>();
-        for (int t = 0; t < TT; ++t) dots[t] = dot_q4(dots[t], these, x[t] + 4 * kQuad);
-      });
-      for (int t = 0; t < TT; ++t) total[t] = multiply_add(total[t], dots[t], factors.scales[kAt]);
-    });
-#endif
     if constexpr (FORM::kZero) {
       // An eighth of a zero code of 32, that the products with sums fit 16 bits.
       constexpr int kEighths = FORM::kZero > 4 ? 8 : 1;

@@ -7,6 +7,7 @@ of the draft behind the text's keys and values, and is made where its chance out
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Float32
@@ -24,6 +25,10 @@ PRIOR_CHANCE = 0.8
 """Chance of the likeliest token before a text's first pass: two bits of four agree on 8 of 10 tokens."""
 CHANCE_WEIGHT = 0.1
 """EMA weight of the newest pass in that chance."""
+FREQUENT_SHARE = 0.8
+"""Least share of a text's tokens that are frequent ones for drafts to be chosen from these alone."""
+RECENT_TOKENS = 128
+"""The newest tokens of a text that count in that share."""
 
 
 class ResidentDrafter(Drafter):
@@ -41,14 +46,19 @@ class ResidentDrafter(Drafter):
         """Length of `_kv` without what the draft added, and most tokens that it may add."""
         self._cancelled: IsCancelled = never_cancelled
         self._chance = PRIOR_CHANCE
+        self._recent: deque[bool] = deque(maxlen=RECENT_TOKENS)
+        """Of the text's newest tokens, whether each is a frequent one."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
         self._chance = PRIOR_CHANCE
+        frequent = self._transformer.frequent_tokens
+        self._recent.extend(token < frequent for token in text[-RECENT_TOKENS:])
         self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)
+        self._recent.append(token < self._transformer.frequent_tokens)
 
     def beside(self) -> ResidentDrafter:
         return ResidentDrafter(self._transformer, self._is_partial)
@@ -62,7 +72,13 @@ class ResidentDrafter(Drafter):
 
     @property
     def computed_chance(self) -> float:
-        return self._chance if self._is_partial() else 0.0
+        if not self._is_partial() or not (self._chooses_frequent or self._transformer.holds_head):
+            return 0.0
+        return self._chance
+
+    @property
+    def _chooses_frequent(self) -> bool:
+        return sum(self._recent) >= FREQUENT_SHARE * len(self._recent)
 
     def compute(self, path: Sequence[int]) -> Proposals:
         kv, tokens = self._kv, [self._text[-1], *path]
@@ -72,7 +88,8 @@ class ResidentDrafter(Drafter):
         kv.truncate(self._start + kept)
         batch = ForwardBatch(tokens[kept:], resident_only=True, last_only=True)
         hidden = self._transformer.run(batch, kv, self._cancelled).hidden
-        logits = self._transformer.draft_logits(hidden)[0]
+        model = self._transformer
+        logits = (model.frequent_logits if self._chooses_frequent else model.draft_logits)(hidden)[0]
         history = [*self._text, *path]
         proposals = self._ranking.rank(logits, len(history), history)
         self._chance += CHANCE_WEIGHT * (proposals[0][1] - self._chance)
