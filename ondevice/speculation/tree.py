@@ -94,7 +94,7 @@ class Root:
     token: the text's last token, which is decided. propose: returns tokens that may follow it and the draft
     tokens of a path; called for a path only once no likelier draft token is left, of any draft. max_nodes:
     most nodes of its draft, itself included. max_depth: most draft tokens on a path. compute: like propose,
-    and slow; called where computed_chance, the expected chance of its likeliest token, exceeds propose's.
+    and slow; its likeliest token has the chance computed_chance, which counts where no proposed token comes.
     """
 
     token: int
@@ -167,7 +167,7 @@ def grow(
             reached, gained = -one.chances[parent], one.root.computed_chance
             if rank == _ASK and is_worth_asking(nodes, -negated):
                 answers = list(one.root.propose(one.paths[parent]))
-                gained -= max((chance for _, chance in answers), default=0.0)
+                gained *= 1 - max((chance for _, chance in answers), default=0.0)
                 if gained > 0:
                     heapq.heappush(queue, (reached * gained, at, parent, _COMPUTE, token))
             elif rank == _COMPUTE and is_worth_computing(nodes, -negated):

@@ -42,6 +42,7 @@ test-tsan: $(STAMPS)/native
 # import hook out. Left out: what preloads a library of its own.
 SANITIZED := build/sanitize
 SANITIZED_TESTS := tests/kernels/test_kernels.py tests/kernels/test_wide_kernels.py tests/kernels/test_gathered.py \
+	tests/kernels/test_planes.py \
 	tests/kernels/test_narrow_values.py tests/kernels/test_tiled_matrix.py \
 	tests/backends/test_cpu.py $(filter-out %_faults.py %_cost_model.py,$(wildcard tests/flash/test_*.py))
 test-sanitize: $(STAMPS)/test

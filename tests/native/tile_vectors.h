@@ -1,4 +1,4 @@
-// Products with tiles in the formats that tiles alone have, by name.
+// Products with tiles, and with their high planes alone, by name.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/kernel_table.h"
+#include "kernels/planes.h"
 #include "made_up_inputs.h"
 
 namespace {
@@ -32,6 +33,15 @@ void tile_products(Runner& runner, const ondevice::RowFormat& format, int64_t ro
       high = static_cast<uint8_t>((high & 0x83) | 0x20);
     }
   const Floats bias = random.values(rows), x = random.values(19 * cols);
+  const int64_t low_bytes = ondevice::low_tile_bytes(format, groups),
+                high_bytes = ondevice::high_tile_bytes(format, groups);
+  Bytes highs(static_cast<size_t>(count * high_bytes)), low(static_cast<size_t>(low_bytes));
+  for (int64_t tile = 0; low_bytes && tile < count; ++tile)
+    ondevice::split_tile(format, groups, tiles.data() + tile * (high_bytes + low_bytes),
+                         highs.data() + tile * high_bytes, low.data());
+  const std::string name = " kind=" + std::to_string(static_cast<int>(format.kind)) +
+                           " bits=" + std::to_string(format.bits) + " " + std::to_string(rows) + "x" +
+                           std::to_string(cols) + " tokens=";
   for (const int64_t tokens : {1, 2, 3, 5, 19}) {
     Floats y(static_cast<size_t>(tokens * rows));
     const auto inputs = runner.prepare(x.data(), cols, tokens, cols, format);
@@ -39,17 +49,25 @@ void tile_products(Runner& runner, const ondevice::RowFormat& format, int64_t ro
     for (int64_t tile = 0; tile < count; tile += step)
       runner.kernels().linear_quantized(format, tiles.data(), inputs.quantized, tokens, bias.data(), nullptr,
                                         y.data(), rows, rows, tile, tile + step);
-    out->emplace_back("tiles kind=" + std::to_string(static_cast<int>(format.kind)) +
-                          " bits=" + std::to_string(format.bits) + " " + std::to_string(rows) + "x" +
-                          std::to_string(cols) + " tokens=" + std::to_string(tokens),
-                      y);
+    out->emplace_back("tiles" + name + std::to_string(tokens), y);
+    if (!low_bytes) continue;
+    for (int64_t tile = 0; tile < count; tile += step)
+      runner.kernels().linear_high(format, highs.data(), inputs.quantized, tokens, bias.data(), nullptr,
+                                   y.data(), rows, rows, tile, tile + step);
+    out->emplace_back("high planes" + name + std::to_string(tokens), y);
   }
 }
 
 NamedFloats all_tile_products(Runner& runner, bool split) {
   NamedFloats out;
   for (const ondevice::RowFormat& format :
-       std::vector<ondevice::RowFormat>{{4, 32, ScaleKind::kTable},
+       std::vector<ondevice::RowFormat>{{4},
+                                        {4, 32, ScaleKind::kSymmetric},
+                                        {5, 32},
+                                        {6, 32},
+                                        {8, 32, ScaleKind::kSymmetric},
+                                        {8},
+                                        {4, 32, ScaleKind::kTable},
                                         {2, 16, ScaleKind::kTwoLevel},
                                         {4, 32, ScaleKind::kTwoLevel},
                                         {5, 32, ScaleKind::kTwoLevel},

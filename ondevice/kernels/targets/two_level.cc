@@ -98,8 +98,10 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
   } else {
     I total[TT];
     for (int t = 0; t < TT; ++t) total[t] = int_zero();
-    // Of two products of a quad: with codes up to 31 four quads fit (4 * 2 * 31 * 127), up to 63 two.
-    constexpr int kRun = kWordProducts == 4 ? kQuads : kTop > 31 ? 2 : 4;
+    // Of two products of a quad: with codes up to 15 eight quads fit (8 * 2 * 15 * 127), up to 31 four, up to 63
+    // two.
+    constexpr int kFitting = kTop > 31 ? 2 : kTop > 15 ? 4 : 8;
+    constexpr int kRun = kWordProducts == 4 || kQuads < kFitting ? kQuads : kFitting;
     each<16 / kRun>([&](auto run) {
       Words words[TT];
       for (int t = 0; t < TT; ++t) words[t] = words_zero();
