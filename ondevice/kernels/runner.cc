@@ -45,7 +45,7 @@ InputRows Runner::prepare_hidden(const float* h, int64_t h_stride, int64_t token
 
 InputRows Runner::prepare_in(InputMemory& memory, const float* x, int64_t x_stride, int64_t tokens,
                              int64_t cols, const RowFormat& format, const Norm& norm) {
-  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
+  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), tokens}, nullptr};
   if (format.bits == 16)
     pad(memory, x, x_stride, cols, norm, &rows);
   else
@@ -66,6 +66,7 @@ void Runner::quantize(InputMemory& memory, const float* x, int64_t x_stride, int
                                 memory.sums.as<float>(),
                                 memory.int_sums.as<int32_t>(),
                                 groups,
+                                rows->tokens,
                                 parts,
                                 scaled};
   rows->quantized = quantized;

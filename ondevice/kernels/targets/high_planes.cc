@@ -96,21 +96,20 @@ struct OneLevelTile {
   static int64_t tile_bytes(int64_t groups) { return groups * kBlock; }
 
   static void multiply(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
-    const int64_t stride = x.groups * FORM::kScales;
     for (int64_t g = 0; g < x.groups; ++g, tile += kBlock) {
       prefetch_ahead(tile, kBlock);
       const uint8_t* affine = tile + kBlock - FORM::kAffine;
       const int8_t* rows[TT];
-      for (int t = 0; t < TT; ++t) rows[t] = x.codes + ((t0 + t) * x.groups + g) * kGroup;
+      for (int t = 0; t < TT; ++t) rows[t] = x.codes + x.at(t0 + t, g) * kGroup;
       each<FORM::kScales>([&](auto part) {
         constexpr int kPart = decltype(part)::value, kQuads = FORM::kCols / 4;
-        const int64_t at = t0 * stride + g * FORM::kScales + kPart;
+        const int64_t at = x.at(t0, g) * FORM::kScales + kPart;
         int32_t int_sums[TT];
-        for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * stride];
+        for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * FORM::kScales];
         F sums[TT];
         mean_sums<Codes, kPart * kQuads, kQuads, TT>(tile, rows, int_sums, sums);
         for (int t = 0; t < TT; ++t)
-          acc[t] = FORM::added(acc[t], affine + kPart * FORM::kSide, sums[t], x, at + t * stride);
+          acc[t] = FORM::added(acc[t], affine + kPart * FORM::kSide, sums[t], x, at + t * FORM::kScales);
       });
     }
   }
@@ -172,14 +171,14 @@ struct TwoLevelTile {
         const int8_t* rows[TT];
         const int32_t* int_sums[TT];
         for (int t = 0; t < TT; ++t) {
-          const int64_t at = (t0 + t) * x.groups + g + b;
+          const int64_t at = x.at(t0 + t, g + b);
           rows[t] = x.codes + at * kGroup;
           int_sums[t] = x.int_sums + at * FORM::kGroups;
         }
         F sums[TT];
         block_sums<FORM, TT>(tile + FORM::kHeader + b * kBlock, scales, rows, int_sums, sums);
         for (int t = 0; t < TT; ++t) {
-          const float scale = x.scales[(t0 + t) * x.groups + g + b];
+          const float scale = x.scales[x.at(t0 + t, g + b)];
           acc[t] = fma(mul(upper.d, set1(scale)), sums[t], acc[t]);
           if constexpr (FORM::kMinimums) {
             I low = int_zero();

@@ -12,7 +12,7 @@ template <class FORM, int TT, int N>
 void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int64_t kBytes = kBlockBytes<FORM>, kCodes = kCodesBytes<FORM>;
-  const int64_t tile_bytes = x.groups * kBytes, stride = x.groups * FORM::kScales;
+  const int64_t tile_bytes = x.groups * kBytes;
   F acc[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) acc[n][t] = zero();
@@ -24,17 +24,18 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
       if (FORM::kAffine > 64) prefetch(affines[n] + 64 + kAhead);
     }
     for (int64_t part = 0; part < FORM::kScales; ++part) {
-      const int64_t s = g * FORM::kScales + part, at = t0 * stride + s;
+      const int64_t at = x.at(t0, g) * FORM::kScales + part;
       const uint8_t* blocks[N];
       int32_t int_sums[TT];
       for (int n = 0; n < N; ++n) blocks[n] = affines[n] - kCodes + part * (kCodes / FORM::kScales);
-      for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * stride];
+      for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * FORM::kScales];
       F sums[N][TT];
-      dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, x.codes + at * FORM::kCols,
-                                                           stride * FORM::kCols, int_sums, sums);
+      dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, x.codes + at * FORM::kCols, kGroup,
+                                                           int_sums, sums);
       for (int n = 0; n < N; ++n)
         for (int t = 0; t < TT; ++t)
-          acc[n][t] = FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, at + t * stride);
+          acc[n][t] =
+              FORM::added(acc[n][t], affines[n] + part * FORM::kSide, sums[n][t], x, at + t * FORM::kScales);
     }
   }
   for (int n = 0; n < N; ++n, rows -= kTile)
@@ -196,10 +197,10 @@ void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const
       for (int64_t line = (g * kFetched + 63) / 64; line < ((g + 1) * kFetched + 63) / 64; ++line)
         for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);
     for (int64_t part = 0; part < FORM::kScales; ++part) {
-      const int64_t s = g * FORM::kScales + part;
+      const int64_t s = g * FORM::kScales + part, at = x.at(0, g) * FORM::kScales + part;
       const F sums = dot_gathered<typename FORM::Codes, FORM::kCols>(
-          rows, s * (kRowBytes / FORM::kScales), x.codes + s * FORM::kCols, x.int_sums[s]);
-      acc = FORM::added(acc, affine + g * FORM::kAffine + part * FORM::kSide, sums, x, s);
+          rows, s * (kRowBytes / FORM::kScales), x.codes + at * FORM::kCols, x.int_sums[at]);
+      acc = FORM::added(acc, affine + g * FORM::kAffine + part * FORM::kSide, sums, x, at);
     }
   }
   store(out, acc);

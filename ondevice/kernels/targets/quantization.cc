@@ -16,7 +16,7 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
       const int64_t left = cols - g * kGroup - 16 * i;
       v[i] = left > 0 ? load_partial(x + g * kGroup + 16 * i, left) : zero();
     }
-    const int64_t at = t * out.groups + g;
+    const int64_t at = out.at(t, g);
     float* scales = out.scales + out.scaled * at;
     if (out.scaled == 2) {
       scales[0] = scale_to_int8<2>(v);

@@ -98,8 +98,8 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
   } else {
     I total[TT];
     for (int t = 0; t < TT; ++t) total[t] = int_zero();
-    // Of two products of a quad: with codes up to 15 eight quads fit (8 * 2 * 15 * 127), up to 31 four, up to 63
-    // two.
+    // Of two products of a quad: with codes up to 15 eight quads fit (8 * 2 * 15 * 127), up to 31 four, up to
+    // 63 two.
     constexpr int kFitting = kTop > 31 ? 2 : kTop > 15 ? 4 : 8;
     constexpr int kRun = kWordProducts == 4 || kQuads < kFitting ? kQuads : kFitting;
     each<16 / kRun>([&](auto run) {
@@ -136,14 +136,14 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
   const int8_t* rows[TT];
   const int32_t* int_sums[TT];
   for (int t = 0; t < TT; ++t) {
-    const int64_t at = (t0 + t) * x.groups + g;
+    const int64_t at = x.at(t0 + t, g);
     rows[t] = x.codes + at * kGroup;
     int_sums[t] = x.int_sums + at * FORM::kGroups;
   }
   F sums[TT];
   scaled_sums<FORM, TT>(codes, factors, rows, int_sums, sums);
   for (int t = 0; t < TT; ++t) {
-    const float scale = x.scales[(t0 + t) * x.groups + g];
+    const float scale = x.scales[x.at(t0 + t, g)];
     acc[t] = fma(mul(upper.d, set1(scale)), sums[t], acc[t]);
     if constexpr (FORM::kMinimums) {
       I low = int_zero();
