@@ -134,52 +134,6 @@ static inline I finish_codes(I sum, int32_t activation_sum) {
   return CODES::kTop > 127 ? finish_q8(sum, activation_sum) : sum;
 }
 
-#if defined(ONDEVICE_WORD_SUMS)
-// dot_blocks of one block, by sums of eight in 16 bits, of four where codes may exceed 15. Codes of 8 bits
-// are multiplied as two of 4, the high one weighted by 16.
-template <class CODES, int TT, int COLS>
-static inline void dot_block_words(const uint8_t* block, const int8_t* x, int64_t stride, F* sums) {
-  constexpr int BITS = CODES::kBits, kPart = BITS == 4 && CODES::kTop > 15 ? 16 : 32;  // columns
-  constexpr int kParts = COLS / kPart, kVectors = BITS * kPart / 32;                   // 64 bytes each
-  I total[TT];
-  for (int t = 0; t < TT; ++t) total[t] = int_zero();
-  // The loops stay loops: unrolled, GCC keeps more values than there are registers.
-#pragma GCC unroll 1
-  for (int part = 0; part < kParts; ++part, block += 64 * kVectors) {
-    const int column = part * kPart;
-    Words low[TT], high[TT];
-    for (int t = 0; t < TT; ++t) low[t] = high[t] = words_zero();
-    if (BITS == 4) {
-#pragma GCC unroll 1
-      for (int v = 0; v < kVectors; ++v) {
-        const B raw = load_bytes(block + 64 * v), even = CODES::of(low_nibbles(raw));
-        prefetch(block + 64 * v + kAhead);
-        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], even, x + t * stride + column + 8 * v);
-        const B odd = CODES::of(high_nibbles(raw));
-        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], odd, x + t * stride + column + 8 * v + 4);
-      }
-    } else {
-#pragma GCC unroll 1
-      for (int v = 0; v < kVectors; ++v) {
-        const B codes = low_nibbles(load_bytes(block + 64 * v));
-        prefetch(block + 64 * v + kAhead);
-        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], codes, x + t * stride + column + 4 * v);
-      }
-#pragma GCC unroll 1
-      for (int v = 0; v < kVectors; ++v) {
-        const B codes = high_nibbles(load_bytes(block + 64 * v));
-        for (int t = 0; t < TT; ++t) high[t] = dot_words(high[t], codes, x + t * stride + column + 4 * v);
-      }
-    }
-    for (int t = 0; t < TT; ++t) {
-      total[t] = add_words(total[t], low[t], words_set1(1));
-      if (BITS == 8) total[t] = add_words(total[t], high[t], words_set1(16));
-    }
-  }
-  for (int t = 0; t < TT; ++t) sums[t] = to_float(total[t]);
-}
-#endif
-
 // Calls run(Count<0>()) to run(Count<N - 1>()).
 template <int N, class Run>
 static inline void each(const Run& run) {
@@ -188,6 +142,45 @@ static inline void each(const Run& run) {
     run(Count<N - 1>());
   }
 }
+
+#if defined(ONDEVICE_WORD_SUMS)
+// Adds the products of COUNT vectors of a block's codes to total, WEIGHT times: of codes of 4 bits, or of the
+// low nibbles of 8, or with a WEIGHT of 16 of the high ones.
+template <class CODES, int TT, int COUNT, int WEIGHT>
+static inline void add_nibbles(const uint8_t* block, const int8_t* x, int64_t stride, I* total) {
+  constexpr int BITS = CODES::kBits;
+  Words words[TT];
+  for (int t = 0; t < TT; ++t) words[t] = words_zero();
+  // The loop stays one: unrolled, GCC keeps more values than there are registers.
+#pragma GCC unroll 1
+  for (int v = 0; v < COUNT; ++v) {
+    const B raw = load_bytes(block + 64 * v),
+            codes = CODES::of(WEIGHT > 1 ? high_nibbles(raw) : low_nibbles(raw));
+    if (WEIGHT == 1) prefetch(block + 64 * v + kAhead);
+    for (int t = 0; t < TT; ++t) words[t] = dot_words(words[t], codes, x + t * stride + 32 / BITS * v);
+    if (BITS == 8) continue;
+    const B odd = CODES::of(high_nibbles(raw));
+    for (int t = 0; t < TT; ++t) words[t] = dot_words(words[t], odd, x + t * stride + 8 * v + 4);
+  }
+  for (int t = 0; t < TT; ++t) total[t] = add_words(total[t], words[t], words_set1(WEIGHT));
+}
+
+// dot_blocks of one block, by sums of eight in 16 bits, of four where codes may exceed 15. Codes of 8 bits
+// are multiplied as two of 4, one after the other: accumulators of both are more than there are registers.
+template <class CODES, int TT, int COLS>
+static inline void dot_block_words(const uint8_t* block, const int8_t* x, int64_t stride, F* sums) {
+  constexpr int BITS = CODES::kBits, kPart = BITS == 4 && CODES::kTop > 15 ? 16 : 32;  // columns
+  constexpr int kParts = COLS / kPart, kVectors = BITS * kPart / 32;                   // 64 bytes each
+  I total[TT];
+  for (int t = 0; t < TT; ++t) total[t] = int_zero();
+#pragma GCC unroll 1
+  for (int part = 0; part < kParts; ++part, block += 64 * kVectors, x += kPart) {
+    add_nibbles<CODES, TT, kVectors, 1>(block, x, stride, total);
+    if (BITS == 8) add_nibbles<CODES, TT, kVectors, 16>(block, x, stride, total);
+  }
+  for (int t = 0; t < TT; ++t) sums[t] = to_float(total[t]);
+}
+#endif
 
 // The codes of four columns of 16 rows: quad PLACE of the eight of a half block; see interleave.h.
 template <int BITS, int PLACE>
@@ -218,6 +211,24 @@ static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x
   for (int half = 0; half < COLS / 32; ++half) {
     const int64_t at = half * half_block_bytes(BITS);
     for (int n = 0; n < N; ++n) prefetch_ahead(blocks[n] + at, half_block_bytes(BITS));
+#if defined(ONDEVICE_WORD_SUMS)
+    if constexpr (TT > 1) {
+      constexpr int kRun = BITS > 5 ? 2 : 4;  // quads whose sums fit 16 bits
+      for (int n = 0; n < N; ++n)
+        each<8 / kRun>([&](auto run) {
+          Words words[TT];
+          for (int t = 0; t < TT; ++t) words[t] = words_zero();
+          each<kRun>([&](auto place) {
+            constexpr int kPlace = decltype(run)::value * kRun + decltype(place)::value;
+            const B codes = quad_codes<BITS, kPlace>(blocks[n] + at);
+            for (int t = 0; t < TT; ++t)
+              words[t] = dot_words(words[t], codes, x + t * stride + 32 * half + 4 * kPlace);
+          });
+          for (int t = 0; t < TT; ++t) a[n][t] = add_words(a[n][t], words[t], words_set1(1));
+        });
+      continue;
+    }
+#endif
     each<8>([&](auto place) {
       constexpr int kPlace = decltype(place)::value;
       B codes[N];
