@@ -171,6 +171,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "yes": bool,
     "as_json": bool,
     "listing": bool,
+    "curve": str,
     "host": str,
     "port": int,
     "api_key": str,

@@ -12,7 +12,14 @@ from click.core import ParameterSource
 
 from ondevice.commands import sharing
 from ondevice.commands.constraint import constraint_of, constraint_options
-from ondevice.commands.opening import CONTEXT_SHARE, loaded_model, resolved_model, say_opening, say_stats
+from ondevice.commands.opening import (
+    CONTEXT_SHARE,
+    loaded_model,
+    require_fit,
+    resolved_model,
+    say_opening,
+    say_stats,
+)
 from ondevice.commands.options import (
     Command,
     Text,
@@ -83,6 +90,7 @@ def chat(
     }
     constraint = constraint_of(values)
     resolved = resolved_model(model, values, yes, context_share=CONTEXT_SHARE)
+    require_fit(resolved)
     tokenizer = text_tokenizer(resolved)
     with loaded_model(resolved, say_opening) as loaded:
         sampling = _sampling(loaded, replace(sampling_config(values), constraint=constraint), chosen)
