@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(WhenFull)),
     default="drop",
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
+    rare=True,
 )
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
 @constraint_options
