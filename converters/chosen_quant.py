@@ -34,8 +34,11 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
 
     Matrices that are stored as tiles are copied exactly, layer by layer, where those of a layer have one
     format that tiles hold. Else they have the format that holds the codes of at least half of their weights,
-    and the others are rounded to it, in one format for all of a kind where they aren't tiles.
+    and the others are rounded to it, in one format for all of a kind where they aren't tiles. A checkpoint
+    without tensors, of which only the config.json is here, is planned as q4.
     """
+    if not checkpoint.tensors:
+        return QuantConfig(4)
     config, bits = checkpoint.config, _chosen_bits(checkpoint.tensors.values(), 4)
     tensors: dict[Place, list[SourceTensor]] = defaultdict(list)
     for kind, layer, part, tensor in _matrices(checkpoint):

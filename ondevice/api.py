@@ -27,7 +27,7 @@ from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.callbacks import IsCancelled, OnBytes, OnCount, OnPrompt, ignore_count
 from ondevice.chat_template import ChatTemplate
 from ondevice.chat_template.messages import Message
-from ondevice.chat_template.tools import PromptOptions, Think, Tool
+from ondevice.chat_template.tools import PromptOptions, Think
 from ondevice.config import (
     AUTO_QUANT,
     RuntimeConfig,
@@ -36,7 +36,8 @@ from ondevice.config import (
     SamplingOptions,
     WhenFull,
 )
-from ondevice.errors import system_refusals
+from ondevice.constraints.constraint import Constraint
+from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
@@ -56,7 +57,7 @@ from ondevice.runtime.resolving import (
 )
 from ondevice.sampling import log_probabilities
 from ondevice.scoring import Score, Tally, TokenScore, benchmark_prompt, scoring_windows
-from ondevice.session import Session
+from ondevice.session import Session, Tools
 from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
@@ -360,6 +361,55 @@ class Model:
         finally:
             self._host.retire(key)
 
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        schema: Mapping[str, Any] | bool | str | None = None,
+        think: Think = None,
+        cache_prompt: bool = False,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Response:
+        """The reply to a conversation, which is a list of messages, or what the user says first.
+
+        Nothing is kept for a next turn: a `session` does that. schema: a JSON schema that the reply obeys,
+        where it isn't calls of tools. The other arguments are those of `Session.respond` and `generate`.
+
+        Raises what these raise, and ConstraintError for a schema that can't be obeyed.
+        """
+        events = self.stream_chat(
+            messages,
+            tools=tools,
+            schema=schema,
+            think=think,
+            cache_prompt=cache_prompt,
+            sampling=sampling,
+            **options,
+        )
+        return gather(events)
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Tools = (),
+        schema: Mapping[str, Any] | bool | str | None = None,
+        think: Think = None,
+        cache_prompt: bool = False,
+        sampling: SamplingConfig | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[Event]:
+        """`chat`, event by event. Closing the iterator cancels it."""
+        config = sampling_options(sampling, options)
+        if schema is not None and config.constraint is not None:
+            raise UsageError("schema and constraint are both given; a reply can obey one of them")
+        if schema is not None:
+            config = replace(config, constraint=Constraint.json_schema(schema))
+        session = self.session(cache_prompt=cache_prompt)
+        return session.stream_response(messages, tools=tools, think=think, sampling=config)
+
     def session(
         self,
         instructions: str | None = None,
@@ -471,7 +521,7 @@ class Model:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tools: Tools = (),
         think: Think = None,
     ) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins. Arguments as of `respond`."""

@@ -34,6 +34,8 @@ class Option:
     """Allowed values; empty if every value of type `kind` is allowed."""
     kind: type
     help: str
+    rare: bool
+    """Whether the help of a command with many options leaves it to `--help-all`."""
 
     @property
     def multiple(self) -> bool:
@@ -97,6 +99,13 @@ _MEANT_FOR = {
     "draft_model": ("speculation", "model", "auto", "all"),
 }
 """Options that mean something only with some values of another, which stand behind that one's name."""
+_RARE = {
+    *("memory_pressure", "io", "sparsity", "predictor_recall", "experts", "expert_substitution"),
+    *("draft_model", "draft_streams", "draft_head", "draft_pruning", "kv_bits", "prompt_cache_bytes"),
+    *("pass_seconds", "chat_template", "date", "min_p", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "stop", "top_k"),
+}
+"""Options that few people need."""
 _SIZES = ("dram_budget", "prompt_cache_bytes")
 """Options that are a size: a text, or a number of bytes."""
 _FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
@@ -128,7 +137,7 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
         default = field.default_factory()
     choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
     kind = int if default is None else type(default)
-    return Option(field.name, _flag(field.name), default, choices, kind, text)
+    return Option(field.name, _flag(field.name), default, choices, kind, text, field.name in _RARE)
 
 
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
@@ -171,6 +180,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "yes": bool,
     "as_json": bool,
     "listing": bool,
+    "curve": str,
     "host": str,
     "port": int,
     "api_key": str,

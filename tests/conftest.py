@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from ondevice import cli
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
+from ondevice.doctor import rates
 from ondevice.errors import START_AGAIN
 from ondevice.flash.reader import FlashReader
 from ondevice.runtime import resolving
@@ -91,6 +92,14 @@ def sendable(text: str) -> str:
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is measured of this machine's flash is kept for these tests alone, with their own processes."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_multiply_rate() -> Iterator[None]:
+    """`inspect` doesn't measure in this process how fast weights are multiplied, which takes its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "multiply_rate", lambda threads: 1e10)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,7 @@ LAYERS = (
     ("meter", "generate"),
     ("runtime", "distributed"),
     ("scoring", "response", "host", "session", "api", "quality", "training"),
-    ("measure", "doctor", "serve"),
+    ("doctor", "measure", "serve"),
     ("commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]

@@ -12,13 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from ondevice.bundle.layout import TOKENIZER_FILES
 from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import PICKLES, Checkpoint, SourceTensor, plain, printable, some_of
+from ondevice.converters.checkpoints.base import (
+    PICKLES,
+    Checkpoint,
+    SourceTensor,
+    TokenizerFiles,
+    plain,
+    printable,
+    some_of,
+)
+from ondevice.converters.checkpoints.bpe_files import VOCABULARY
 from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
@@ -68,6 +78,27 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
         source_format="mlx" if by_mlx else "huggingface",
         config=config,
         tensors=tensors,
+        tokenizer=tokenizer,
+        generation=generation_defaults(generation),
+        notes=description.notes,
+    )
+
+
+def open_config(folder: SourceFolder) -> Checkpoint:
+    """The model of a folder's `config.json` as a Checkpoint without tensors, to plan it and no more.
+
+    Its tokenizer may be missing too. Raises as `open_huggingface`, but for weights.
+    """
+    values = folder.json("config.json", MAX_CONFIG_BYTES)
+    description = describe_model(values)
+    generation, tokenizer = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES), TokenizerFiles()
+    if any(map(folder.has, (*TOKENIZER_FILES.values(), VOCABULARY))):
+        tokenizer = read_tokenizer(folder, values, generation, description.config.vocab_size)
+    return Checkpoint(
+        name=printable(folder.name),
+        source_format="huggingface",
+        config=description.config,
+        tensors={},
         tokenizer=tokenizer,
         generation=generation_defaults(generation),
         notes=description.notes,

@@ -8,7 +8,7 @@ from ondevice.bundle.layout import MANIFEST
 from ondevice.converters.checkpoints.base import PICKLES, Checkpoint
 from ondevice.converters.checkpoints.gguf_model import open_gguf
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
-from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_huggingface
+from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_config, open_huggingface
 from ondevice.converters.checkpoints.llama2c import is_llama2c, open_llama2c
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.stand_ins import START_BYTES, refuse_stand_in
@@ -19,12 +19,14 @@ _PACKED = (b"\x1f\x8b", b"7z\xbc\xaf", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh",
 """How files begin that gzip, 7-Zip, xz, zstd, bzip2 and RAR write."""
 
 
-def open_checkpoint(source: Path) -> Checkpoint:
+def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file, a llama2.c `.bin` file, or a folder with one such model.
 
-    A GGUF file in parts is opened by the name of any of them. Raises ModelNotFoundError if nothing is there,
-    UnsupportedModelError for another format (a pickle, which is never opened), CheckpointError for a damaged
-    checkpoint.
+    A GGUF file in parts is opened by the name of any of them. needs_weights: whether a folder with a
+    config.json and no weights is refused; else it is a checkpoint without tensors.
+
+    Raises ModelNotFoundError if nothing is there, UnsupportedModelError for another format (a pickle, which
+    is never opened), CheckpointError for a damaged checkpoint.
     """
     if not source.exists():
         raise ModelNotFoundError(
@@ -39,7 +41,8 @@ def open_checkpoint(source: Path) -> Checkpoint:
     has_config = (source / "config.json").exists() or (source / "config.json").is_symlink()
     has_weights = any((source / name).is_symlink() or (source / name).exists() for name in (SINGLE, INDEX))
     if has_config and (has_weights or not models):
-        return open_huggingface(SourceFolder(source))
+        opened = open_huggingface if has_weights or needs_weights else open_config
+        return opened(SourceFolder(source))
     if (source / MANIFEST).exists():
         raise UnsupportedModelError(f"{source} is a bundle already; it needs no conversion")
     if models:

@@ -34,6 +34,9 @@ platform's configuration folder, or the file that `ONDEVICE_CONFIG` names. `ONDE
 of converted models. An unknown key in the file is an error, and a misspelt variable is a warning. A table
 `[models.NAME]` has the `max_context` of one model, which is its folder's name.
 
+`--help` of a command with more than 18 options shows those that most people need, and `--help-all` all of
+them, as this page does.
+
 Python takes the same options by their field names, which are the keys of the settings file except where
 the tables say otherwise. [api.md](api.md) lists them.
 

@@ -79,12 +79,18 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
     help=f"With --speculation {EVERY_DRAFTER}: prompts in place of those that ship, separated by empty "
     "lines; may be given several times, a task each.",
 )
-@option("--chat", is_flag=True, help="The prompts of --text are a user's messages, for the chat template.")
+@option(
+    "--chat",
+    is_flag=True,
+    help="The prompts of --text are a user's messages, for the chat template.",
+    rare=True,
+)
 @option(
     "--prompts",
     type=click.IntRange(1),
     default=MOST_PROMPTS,
     help=f"With --speculation {EVERY_DRAFTER}: prompts of a task at most, spread over its text.",
+    rare=True,
 )
 @option(
     "--output",

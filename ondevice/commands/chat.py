@@ -12,7 +12,14 @@ from click.core import ParameterSource
 
 from ondevice.commands import sharing
 from ondevice.commands.constraint import constraint_of, constraint_options
-from ondevice.commands.opening import CONTEXT_SHARE, loaded_model, resolved_model, say_opening, say_stats
+from ondevice.commands.opening import (
+    CONTEXT_SHARE,
+    loaded_model,
+    require_fit,
+    resolved_model,
+    say_opening,
+    say_stats,
+)
 from ondevice.commands.options import (
     Command,
     Text,
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(WhenFull)),
     default="drop",
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
+    rare=True,
 )
 @option("--no-think", is_flag=True, help="The model shall not think before it replies, or little if it must.")
 @constraint_options
@@ -83,6 +91,7 @@ def chat(
     }
     constraint = constraint_of(values)
     resolved = resolved_model(model, values, yes, context_share=CONTEXT_SHARE)
+    require_fit(resolved)
     tokenizer = text_tokenizer(resolved)
     with loaded_model(resolved, say_opening) as loaded:
         sampling = _sampling(loaded, replace(sampling_config(values), constraint=constraint), chosen)

@@ -23,6 +23,7 @@ _grammar = option(
     metavar="FILE|-",
     shell_complete=complete_path,
     help="Write text of the Lark grammar in a file; - reads stdin. Needs the extra `constrain`.",
+    rare=True,
 )
 
 

@@ -197,6 +197,8 @@ def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force
 
     keeps: the source is kept, though the user didn't ask for that.
     """
+    from ondevice.measure.expected_speed import forecast_source
+
     foreseen = prepared.foreseen(trains)
     if not foreseen.download_bytes or (resume and prepared.is_converted):
         return
@@ -206,6 +208,6 @@ def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force
             "rounding by a text reads the checkpoint more than once, so its files are kept in the hub's cache"
         )
     say(f"{foreseen.name}:")
-    say(offer_text(foreseen, prepared.least_plan(RuntimeConfig()).minimum_budget_bytes))
+    say(offer_text(foreseen, forecast_source(prepared, prepared.least_plan(RuntimeConfig()))))
     foreseen.require_space()
     confirm("download and convert it?", yes, "nothing was downloaded or written")

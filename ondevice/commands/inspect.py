@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ondevice.commands.obtaining import may_be_checkpoint
 from ondevice.commands.opening import CONTEXT_SHARE, runtime_of
 from ondevice.commands.options import Command, add_options, hosts_option, json_option, model_option, option
 from ondevice.commands.terminal import print_result
 from ondevice.settings import RUNTIME_OPTIONS, runtime_config
+
+if TYPE_CHECKING:
+    from ondevice.config import RuntimeConfig
+    from ondevice.measure.expected_speed import SpeedForecast
 
 
 @click.command(cls=Command)
@@ -17,14 +23,29 @@ from ondevice.settings import RUNTIME_OPTIONS, runtime_config
 @hosts_option("Say how the hosts of this file would share the model.")
 @option("--list", "listing", is_flag=True, help="List the models that are here, and the short names.")
 @add_options(RUNTIME_OPTIONS)
+@option(
+    "--curve",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the speeds to expect by budget as an SVG, which takes matplotlib.",
+)
 @json_option
-def inspect(model: str | None, hosts: str | None, listing: bool, as_json: bool, **values: Any) -> None:
-    """Say what a model needs and can do, before loading anything. Exit code 5: it doesn't fit the budget.
+def inspect(
+    model: str | None,
+    hosts: str | None,
+    listing: bool,
+    curve: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Say what a model needs and can do, and how fast it will be in which budget, before loading anything.
+    Exit code 5: it doesn't fit the budget.
 
-    The context is that of `chat` and `serve`.
+    A checkpoint that isn't converted yet is inspected by its headers, and by its config.json where its
+    weights aren't here. The context is that of `chat` and `serve`.
     """
-    from ondevice import api
-    from ondevice.commands.inspection import inspection, inspection_text, model_list, model_list_text
+    from ondevice.commands.inspection import model_list, model_list_text
+    from ondevice.errors import ModelNotFoundError
     from ondevice.runtime.models import find_model
 
     if listing:
@@ -37,8 +58,46 @@ def inspect(model: str | None, hosts: str | None, listing: bool, as_json: bool, 
         bundle, planned = plan_model(model, hosts, runtime_config(values))
         print_result(as_json, division_json(bundle, planned), division_text(bundle, planned))
         return
-    path = find_model(model)
-    runtime = runtime_of(path, values, context_share=CONTEXT_SHARE)
-    resolved = api.open_model(path, runtime, sliced=True)
-    print_result(as_json, inspection(resolved), inspection_text(resolved))
+    try:
+        path = find_model(model)
+    except ModelNotFoundError:
+        if model is None or not may_be_checkpoint(model):
+            raise
+        _inspect_source(model, runtime_config(values), curve, as_json)
+    else:
+        _inspect_bundle(path, values, curve, as_json)
+
+
+def _inspect_bundle(path: Path, values: dict[str, Any], curve: Path | None, as_json: bool) -> None:
+    from ondevice import api
+    from ondevice.commands.inspection import inspection, inspection_text
+    from ondevice.measure.expected_speed import forecast_model
+
+    resolved = api.open_model(path, runtime_of(path, values, context_share=CONTEXT_SHARE), sliced=True)
+    forecast = forecast_model(resolved)
+    _draw(forecast, resolved.bundle.name, curve)
+    print_result(as_json, inspection(resolved, forecast), inspection_text(resolved, forecast))
     resolved.require_fit()
+
+
+def _inspect_source(model: str, runtime: RuntimeConfig, curve: Path | None, as_json: bool) -> None:
+    """Inspect a checkpoint by its headers, or by its config.json alone."""
+    from ondevice.commands.inspection import source_inspection, source_inspection_text
+    from ondevice.measure.expected_speed import forecast_source
+    from ondevice.runtime.conversion import prepare
+
+    with prepare(model, needs_weights=False) as prepared:
+        plan = prepared.least_plan(runtime)
+        forecast = forecast_source(prepared, plan)
+        _draw(forecast, prepared.name, curve)
+        facts = source_inspection(prepared, plan, forecast)
+        print_result(as_json, facts, source_inspection_text(prepared, plan, forecast))
+        prepared.require_fit(plan)
+
+
+def _draw(forecast: SpeedForecast, model: str, curve: Path | None) -> None:
+    """Draw the speeds to expect, if a file for that is named."""
+    if curve is not None:
+        from ondevice.measure.plots import draw_speeds
+
+        draw_speeds(forecast, model, curve)

@@ -15,8 +15,11 @@ from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import no_streams
 from ondevice.commands.reports import lossy_lines, parts, percent, residency, size
+from ondevice.commands.speed_reports import speed_lines
 from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
+from ondevice.measure.expected_speed import SpeedForecast
 from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.runtime.conversion import Prepared
 from ondevice.runtime.mode_change import mode_change
 from ondevice.runtime.models import (
     ALIASES,
@@ -58,7 +61,7 @@ def model_list_text() -> str:
     )
 
 
-def inspection(resolved: ResolvedModel) -> dict[str, Any]:
+def inspection(resolved: ResolvedModel, forecast: SpeedForecast) -> dict[str, Any]:
     """The object that `inspect --json` prints.
 
     `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan` belongs
@@ -92,11 +95,12 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "fitting_context": resolved.fitting_context,
         "mode_change": None if change is None else asdict(change),
         "plan": plan.to_json(),
+        "speed": forecast.to_json(),
     }
 
 
-def inspection_text(resolved: ResolvedModel) -> str:
-    """`inspect` for people: the model, its modes with reasons, the plan part by part."""
+def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast) -> str:
+    """`inspect` for people: the model, its modes with reasons, the plan part by part, speeds by budget."""
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     config = bundle.config
     lines = [
@@ -126,6 +130,41 @@ def inspection_text(resolved: ResolvedModel) -> str:
         f"everything resident: {size(plan.full_bytes)}",
         f"fits: {verdict(plan, resolved.fitting_context)}",
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
+        *speed_lines(forecast),
+    ]
+    return "\n".join(lines)
+
+
+def source_inspection(prepared: Prepared, plan: Plan, forecast: SpeedForecast) -> dict[str, Any]:
+    """The object that `inspect --json` prints of a checkpoint that isn't converted yet."""
+    foreseen = prepared.foreseen()
+    return {
+        "model": foreseen.name,
+        "converted": False,
+        "architecture": foreseen.architecture,
+        "parameters": foreseen.parameters,
+        "download_bytes": foreseen.download_bytes,
+        "bundle_bytes": foreseen.bundle_bytes,
+        "quantisation": foreseen.quantisation,
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "plan": plan.to_json(),
+        "speed": forecast.to_json(),
+    }
+
+
+def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForecast) -> str:
+    """`inspect` of a checkpoint that isn't converted yet, for people."""
+    foreseen = prepared.foreseen()
+    lines = [
+        f"{foreseen.name}: {foreseen.architecture}, {foreseen.parameters:,} parameters, not converted yet; "
+        f"as {foreseen.quantisation} its bundle would have {size(foreseen.bundle_bytes)}",
+        f"smallest budget that works: about {size(plan.minimum_budget_bytes)}, {context_words(plan)}, with "
+        f"--sparsity {plan.sparsity} --speculation off:",
+        *(_part_line(what, nbytes, 40) for what, nbytes in plan.minimum_parts.items()),
+        *([] if prepared.has_tokenizer else ["a tokenizer isn't here, and comes on top of that"]),
+        f"everything resident: {size(plan.full_bytes)}",
+        f"a budget of {size(plan.budget_bytes)} fits: {verdict(plan, 0)}",
+        *speed_lines(forecast),
     ]
     return "\n".join(lines)
 

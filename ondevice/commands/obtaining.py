@@ -13,6 +13,7 @@ from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError, 
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import Bundle
+    from ondevice.measure.expected_speed import SpeedForecast
     from ondevice.runtime.conversion import Foreseen, Prepared
     from ondevice.runtime.models import ConversionProgress
 
@@ -40,7 +41,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
         find_model(model)
         return model
     except ModelNotFoundError as missing:
-        if not _may_be_checkpoint(model):
+        if not may_be_checkpoint(model):
             raise
         is_here, is_done = Path(model).expanduser().exists(), default_output(model).exists()
         if is_done and not is_here:
@@ -54,6 +55,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
 
 def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> NoReturn:
     from ondevice.bundle.reader import Bundle
+    from ondevice.measure.expected_speed import forecast_source
     from ondevice.runtime import conversion
     from ondevice.runtime.models import convert_line
 
@@ -73,7 +75,7 @@ def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> N
         plan = prepared.least_plan(runtime)
         foreseen = prepared.foreseen()
         say(f"{foreseen.name} isn't converted yet.")
-        say(offer_text(foreseen, plan.minimum_budget_bytes))
+        say(offer_text(foreseen, forecast_source(prepared, plan)))
         prepared.require_fit(plan)
         foreseen.require_space()
         confirm("convert it?", yes, "nothing was downloaded or written")
@@ -114,9 +116,10 @@ def shown(done: ConversionProgress) -> tuple[float, str]:
     return done.fraction, f"{done.step}{left}"
 
 
-def offer_text(foreseen: Foreseen, minimum_budget_bytes: int) -> str:
-    """What a conversion downloads and writes, and what its bundle will need, in lines."""
+def offer_text(foreseen: Foreseen, forecast: SpeedForecast) -> str:
+    """What a conversion downloads and writes, and what its bundle will need and give, in lines."""
     from ondevice.commands.reports import size
+    from ondevice.commands.speed_reports import speed_words
 
     lines = [
         f"model     {foreseen.architecture}, {foreseen.parameters:,} parameters, as {foreseen.quantisation}"
@@ -131,7 +134,9 @@ def offer_text(foreseen: Foreseen, minimum_budget_bytes: int) -> str:
             f"{size(foreseen.source_bytes + foreseen.bundle_bytes)} of the disk; `ondevice convert "
             "--remove-source` deletes a GGUF file once its bundle is verified"
         )
-    lines.append(f"memory    {size(minimum_budget_bytes)}, about, is the smallest budget that it will run in")
+    least_bytes = forecast.by_budget[0].budget_bytes
+    lines.append(f"memory    {size(least_bytes)}, about, is the smallest budget that it will run in")
+    lines.append(f"speed     {speed_words(forecast)}")
     if foreseen.present_bytes:
         lines.append(f"begun     {size(foreseen.present_bytes)} are written already, and aren't made again")
     return "\n".join(f"  {line}" for line in lines)
@@ -144,7 +149,7 @@ def _room(foreseen: Foreseen) -> str:
     return f"{format_bytes(foreseen.free_bytes)} are free{passing}"
 
 
-def _may_be_checkpoint(model: str) -> bool:
+def may_be_checkpoint(model: str) -> bool:
     """True for a repository id, an alias, and a path to what looks like a checkpoint."""
     from ondevice.bundle.layout import MANIFEST
     from ondevice.runtime.models import find_source, holds_checkpoint

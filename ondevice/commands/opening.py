@@ -12,6 +12,7 @@ from click import get_current_context
 from ondevice.commands.obtaining import obtained
 from ondevice.commands.options import SettingsContext
 from ondevice.commands.terminal import can_ask, say, take_interrupts
+from ondevice.errors import BudgetError
 from ondevice.settings import runtime_config
 
 if TYPE_CHECKING:
@@ -68,6 +69,18 @@ def resolved_model(
     resolved = api.open_model(bundle, runtime_of(bundle, values, parallel, context_share))
     take_interrupts()
     return resolved
+
+
+def require_fit(resolved: ResolvedModel) -> None:
+    """Raises BudgetError, with the speeds to expect of larger budgets, if the model doesn't fit."""
+    try:
+        resolved.require_fit()
+    except BudgetError as error:
+        from ondevice.commands.speed_reports import speed_words
+        from ondevice.measure.expected_speed import forecast_model
+
+        error.add_note(f"what to expect: {speed_words(forecast_model(resolved))}")
+        raise
 
 
 def say_plan(resolved: ResolvedModel) -> None:

@@ -36,6 +36,9 @@ STDOUT = 1
 BROKEN_PIPE = 141
 """Exit code when the reader of stdout has gone away: the shell's code for SIGPIPE."""
 
+MAX_SHOWN_OPTIONS = 18
+ALL_OPTIONS = "ondevice.all_options"
+"""Key of a context's `meta` that is there while the help shows every option."""
 MODEL_ARGUMENT = "named_model"
 OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME", CHILD, CONTROL, FRONT)
 """Environment variables that belong to no option. The last three are set by `ondevice` itself."""
@@ -52,10 +55,14 @@ Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
 
 class SettableOption(click.Option):
-    """An option that its environment variable and the settings file can also set. Errors name the source."""
+    """An option that its environment variable and the settings file can also set. Errors name the source.
 
-    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+    rare: whether `--help` leaves it to `--help-all` where a command has many options.
+    """
+
+    def __init__(self, *arguments: Any, rare: bool = False, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        self.rare = rare
         self.envvar = variable(self.flag)
 
     @property
@@ -109,10 +116,43 @@ class SettingsContext(click.Context):
         return super().lookup_default(name, call)  # type: ignore[call-overload]
 
 
+def _show_all_options(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[ALL_OPTIONS] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all_options,
+    help="Show every option and exit.",
+)
+
+
 class Command(click.Command):
-    """A command whose errors name the source of each setting that they mention, if not the command line."""
+    """A command whose errors name the source of each setting that they mention, if not the command line.
+
+    With more than MAX_SHOWN_OPTIONS options, `--help` shows those that aren't rare, and `--help-all` all.
+    """
 
     context_class = SettingsContext
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        parameters = super().get_params(ctx)
+        options = [it for it in parameters if isinstance(it, click.Option)]
+        return parameters if len(options) <= MAX_SHOWN_OPTIONS else [*parameters, HELP_ALL]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [it for it in self.get_params(ctx) if isinstance(it, click.Option)]
+        if HELP_ALL in options and ALL_OPTIONS not in ctx.meta:
+            options = [it for it in options if not (isinstance(it, SettableOption) and it.rare)]
+        records = [record for it in options if (record := it.get_help_record(ctx)) is not None]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
         assert isinstance(ctx, SettingsContext)
@@ -284,6 +324,7 @@ def hosts_option(
         required=required,
         shell_complete=complete_path,
         help=text,
+        rare=True,
     )
 
 
@@ -313,6 +354,7 @@ def _click_option(entry: Option) -> Callable[[Decorated], Decorated]:
         multiple=entry.multiple,
         callback=_checked,
         help=entry.help,
+        rare=entry.rare,
     )
 
 

@@ -39,7 +39,13 @@ PACKAGES = ("starlette", "uvicorn")
 @option(
     "--api-key", type=Text(), default=ServeConfig.api_key, show_default=False, help="What requests must have."
 )
-@option("--queue", type=int, default=ServeConfig.queue, help="Requests that may wait; more are refused.")
+@option(
+    "--queue",
+    type=int,
+    default=ServeConfig.queue,
+    help="Requests that may wait; more are refused.",
+    rare=True,
+)
 @option(
     "--parallel",
     type=int,
@@ -51,8 +57,11 @@ PACKAGES = ("starlette", "uvicorn")
     type=Text(),
     multiple=True,
     help="A name of this machine by which it may be called, beside localhost and addresses.",
+    rare=True,
 )
-@option("--allow-origin", type=Text(), multiple=True, help="An origin whose pages may call the server.")
+@option(
+    "--allow-origin", type=Text(), multiple=True, help="An origin whose pages may call the server.", rare=True
+)
 @option(
     "--alias",
     type=Text(),
@@ -60,16 +69,33 @@ PACKAGES = ("starlette", "uvicorn")
     metavar="PATTERN=NAME",
     help="Another name of a model, which may be a pattern: claude-*=NAME.",
 )
-@option("--strict", is_flag=True, help="Refuse fields of requests that the server doesn't know.")
+@option("--strict", is_flag=True, help="Refuse fields of requests that the server doesn't know.", rare=True)
 @option(
     "--warm",
     type=Text(),
     multiple=True,
     help="JSON of a request whose prompt, or system prompt and tools, are read at the start.",
+    rare=True,
 )
-@option("--ssl-certfile", type=Text(), default="", show_default=False, help="TLS certificate; serves https.")
-@option("--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.")
-@option("--ssl-keyfile-password", type=Text(), default="", show_default=False, help="The key's password.")
+@option(
+    "--ssl-certfile",
+    type=Text(),
+    default="",
+    show_default=False,
+    help="TLS certificate; serves https.",
+    rare=True,
+)
+@option(
+    "--ssl-keyfile", type=Text(), default="", show_default=False, help="The certificate's key.", rare=True
+)
+@option(
+    "--ssl-keyfile-password",
+    type=Text(),
+    default="",
+    show_default=False,
+    help="The key's password.",
+    rare=True,
+)
 @add_options(RUNTIME_OPTIONS, PROMPT_CACHE_OPTIONS, SHARING_OPTIONS, TEMPLATE_OPTIONS)
 @hosts_option()
 @yes_option

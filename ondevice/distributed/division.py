@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from ondevice.budget.draft_layers import draft_layer_bytes
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens
+from ondevice.budget.token_costs import TokenBytes, active_shares, token_bytes
 from ondevice.bundle.parts import layer_words, part_expert_use, part_predictors, part_streams
 from ondevice.bundle.quantisation_section import part_quant
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import RuntimeConfig
-from ondevice.distributed.layer_costs import TokenBytes, active_shares, token_bytes
 from ondevice.errors import BudgetError, UnsupportedModelError, UsageError
 from ondevice.model_config import LayerSpec, ModelConfig, cut_places, part_config
 from ondevice.runtime.backend_choice import memory_model

@@ -12,12 +12,10 @@ import numpy as np
 from ondevice.backends.base import KVLayout
 from ondevice.budget.limits import allowance, require_fit
 from ondevice.budget.plan import plan_memory
-from ondevice.budget.sizes import STREAM_SLOT_BYTES
-from ondevice.bundle.layout import expert_bytes, largest_neuron_layout
+from ondevice.budget.token_costs import flash_rate, token_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.distributed.division import RankResources
-from ondevice.distributed.layer_costs import token_bytes
 from ondevice.flash.cost_model import CostModel, device_costs
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
@@ -47,7 +45,7 @@ def measured_resources(bundle: Bundle, runtime: RuntimeConfig, name: str) -> Ran
     held = held_bytes()
     budget = parse_budget(runtime.dram_budget, auto=usable_bytes())
     computed = compute_rate(bundle, runtime, budget, held)
-    read = flash_rate(bundle, runtime, device_costs_of(bundle))
+    read = flash_rate(bundle.config, bundle.quant, runtime.sparsity, device_costs_of(bundle))
     # What measuring leaves counts, as libraries that a pass needs, but for freed memory in the heap.
     trim_heap()
     return RankResources(name, budget, held_bytes(), computed, read)
@@ -61,16 +59,6 @@ def usable_bytes() -> int:
 def device_costs_of(bundle: Bundle) -> CostModel:
     """Costs of reads of the disk that holds the bundle's neurons."""
     return device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
-
-
-def flash_rate(bundle: Bundle, runtime: RuntimeConfig, costs: CostModel) -> float:
-    """Bytes per second of reads as passes make them: of an expert, of a neuron, or of many in a row."""
-    nbytes = STREAM_SLOT_BYTES
-    if bundle.config.experts is not None:
-        nbytes = min(nbytes, expert_bytes(bundle.config, bundle.quant))
-    elif runtime.sparsity != "dense":
-        nbytes = largest_neuron_layout(bundle.config, bundle.quant).stride
-    return costs.bytes_per_second(nbytes, costs.threads(nbytes))
 
 
 def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, process_bytes: int) -> float:

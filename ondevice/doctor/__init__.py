@@ -53,6 +53,7 @@ def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
     yield "processor", machine.processor
     yield "kernels", machine.kernels
     yield "memory", machine.memory
+    yield "dram", _dram
     yield "mlx", machine.mlx
     yield "metal", machine.metal
     yield "models folder", lambda: storage.models_folder(_models_folder())
@@ -80,6 +81,12 @@ def _flash_steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
     for number, folders in enumerate(devices.values()):
         name = "flash" if not number else f"flash {number + 1}"
         yield name, partial(_flash, name, folders)
+
+
+def _dram() -> Check:
+    from ondevice.doctor.rates import dram
+
+    return dram()
 
 
 def _flash(name: str, folders: Sequence[Path]) -> Check:

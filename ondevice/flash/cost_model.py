@@ -93,6 +93,11 @@ class CostModel:
         )
         return KEPT_DISTURBED if disturbed else KEPT
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is new enough to be used."""
+        return _age(self) < self.kept
+
     def gap_bytes(self, threads: int) -> int:
         """Largest gap between two records, in bytes, that costs less to read through than a second read."""
         read, byte = self._line(threads)
@@ -155,7 +160,7 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
         return UNMEASURED
     known = _read_store(store)
     before = known.get(device)
-    if before is not None and _age(before) < before.kept:
+    if before is not None and before.is_trusted:
         return before
     record = sum(files[0].crc_units)
     least = -(-LEAST_READ_BYTES // record)
@@ -179,6 +184,15 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
     log.info("measured %s: %s", device, measured)
     _write_store(store, known | {device: measured})
     return measured
+
+
+def known_costs(path: Path, store: Path | None = None) -> CostModel | None:
+    """The stored costs of the device that holds `path`; None where they aren't known or too old.
+
+    store: as in `device_costs`. Raises OSError if there is no such path.
+    """
+    costs = _read_store(store or _default_store()).get(_device(path))
+    return costs if costs is not None and costs.is_trusted else None
 
 
 def doubt(costs: CostModel, store: Path | None = None) -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import util
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import PROFILE_TOKENS
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison
+from ondevice.measure.expected_speed import SpeedForecast
 from ondevice.measure.profiling import Profile, profile
 from ondevice.sparsity.policies import DEFAULT_POLICY
 from ondevice.training import Text
@@ -78,11 +80,7 @@ def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> C
 @contextmanager
 def _new_folder(output: Path) -> Iterator[None]:
     """Make the folder to draw in. At the end it is removed if it is still empty."""
-    if util.find_spec("matplotlib") is None:
-        raise BackendUnavailableError(
-            "drawing takes matplotlib, which isn't installed: pip install 'ondevice[plots]'; or leave out "
-            "--output: the numbers are printed without it"
-        )
+    _require_matplotlib("--output: the numbers are printed without it")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(f"{output} exists and isn't an empty folder; choose another --output")
     with disk_errors(output, "choose another --output"):
@@ -93,6 +91,34 @@ def _new_folder(output: Path) -> Iterator[None]:
         with suppress(OSError):
             # rmdir fails unless the folder is empty.
             output.rmdir()
+
+
+def draw_speeds(forecast: SpeedForecast, model: str, path: Path) -> None:
+    """Write the speeds to expect by budget as an SVG.
+
+    Raises BackendUnavailableError without matplotlib, OndeviceError if the disk refuses.
+    """
+    _require_matplotlib("--curve: the table is printed without it")
+
+    def draw_on(axes: Axes) -> None:
+        gigabytes = [speed.budget_bytes / 1e9 for speed in forecast.by_budget]
+        axes.plot(gigabytes, [speed.tokens_per_second for speed in forecast.by_budget], marker="o")
+        axes.set(xlabel="budget, GB", ylabel="tokens per second")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        _title(axes, model, "speed to expect by budget, without drafts")
+
+    with disk_errors(path, "make room, or choose another file for --curve"):
+        _save(path, draw_on)
+
+
+def _require_matplotlib(without: str) -> None:
+    """Raises BackendUnavailableError if matplotlib isn't installed. without: the option to leave out."""
+    if util.find_spec("matplotlib") is None:
+        raise BackendUnavailableError(
+            "drawing takes matplotlib, which isn't installed: pip install 'ondevice[plots]'; or leave out "
+            f"{without}"
+        )
 
 
 def draw(found: Profile, folder: Path) -> list[Path]:
@@ -106,7 +132,7 @@ def draw(found: Profile, folder: Path) -> list[Path]:
         drawn = {SPARSITY: _draw_sparsity, AGGREGATED: _draw_aggregated, MISSES: _draw_misses} | drawn
     with disk_errors(folder, "make room, or choose another --output"):
         for name, draw_on in drawn.items():
-            _save(found, folder / name, draw_on)
+            _save(folder / name, partial(draw_on, found))
         _write_numbers(folder / NUMBERS, found.to_dict())
     return [*(folder / name for name in drawn), folder / NUMBERS]
 
@@ -116,7 +142,7 @@ def _write_numbers(path: Path, numbers: dict[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _save(found: Profile, path: Path, draw_on: Callable[[Profile, Axes], None]) -> None:
+def _save(path: Path, draw_on: Callable[[Axes], None]) -> None:
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -128,7 +154,7 @@ def _save(found: Profile, path: Path, draw_on: Callable[[Profile, Axes], None]) 
         axes = figure.add_subplot()
         axes.grid(True, alpha=0.3)
         axes.set_axisbelow(True)
-        draw_on(found, axes)
+        draw_on(axes)
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 

@@ -35,7 +35,7 @@ from ondevice.runtime.models import (
     with_chosen_experts,
 )
 from ondevice.runtime.repository import Repository
-from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
+from ondevice.runtime.resolving import LEAST_CONTEXT, SMALL_CHUNK, is_auto
 from ondevice.tokenizer import import_library, load_tokenizer, loading_bytes
 from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
@@ -124,9 +124,18 @@ class Prepared:
         return replace(checkpoint, tokenizer=with_template(checkpoint.tokenizer, self._template))
 
     @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return str(self._checkpoint.name)
+
+    @property
     def config(self) -> ModelConfig:
         config: ModelConfig = self._checkpoint.config
         return config
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._checkpoint.tokenizer.info.kind is not None
 
     @property
     def is_converted(self) -> bool:
@@ -137,7 +146,7 @@ class Prepared:
 
     def require_tokenizer(self) -> None:
         """Raises UsageError for a checkpoint without a tokenizer: its bundle takes token ids alone."""
-        if self._checkpoint.tokenizer.info.kind is None:
+        if not self.has_tokenizer:
             raise UsageError(
                 f"{self._checkpoint.name} has no tokenizer, so its bundle would take token ids and no text; "
                 "put its tokenizer.json, or its vocab.json and merges.txt, into the folder, or convert it "
@@ -146,6 +155,7 @@ class Prepared:
 
     def foreseen(self, trains: bool = False) -> Foreseen:
         """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+        from ondevice.converters.architectures.tensors import tensor_shapes
         from ondevice.converters.checkpoints.views import passed_nbytes
         from ondevice.converters.convert import bundle_bytes, source_bytes
         from ondevice.converters.reading import held_matrix_bytes
@@ -161,7 +171,7 @@ class Prepared:
         return Foreseen(
             name=checkpoint.name,
             architecture=checkpoint.config.architecture,
-            parameters=sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+            parameters=sum(map(prod, tensor_shapes(checkpoint.config).values())),
             quantisation=self.quant.name,
             output=self.output,
             download_bytes=download,
@@ -188,6 +198,8 @@ class Prepared:
             speculation="off" if runtime.speculation in ("auto", "model") else runtime.speculation,
             max_context=runtime.max_context or min(LEAST_CONTEXT, config.original_context),
         )
+        if settled.backend == "cpu":
+            settled = replace(settled, prefill_chunk=runtime.prefill_chunk or SMALL_CHUNK)
         modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
         process, claimed = self._process_bytes + self._tokenizer_bytes(), others()
         # A run reads the tokenizer only where its bound fits, which may be far more than it then takes.
@@ -293,6 +305,7 @@ def prepare(
     offline: bool = False,
     keep_source: bool = False,
     chat_template: Any = None,
+    needs_weights: bool = True,
 ) -> Iterator[Prepared]:
     """Open a checkpoint to convert: a path, a repository id, a GGUF file of one, or an alias.
 
@@ -306,13 +319,16 @@ def prepare(
         keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
             weights are read over the network as they are converted, and none of them is stored.
         chat_template: a file with a Jinja template to take in place of the checkpoint's.
+        needs_weights: whether a folder with a config.json and no weights is refused. Without them it can be
+            planned, at 4 bits unless `quant` says otherwise, and not run.
 
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
     """
     template = None if chat_template is None else read_template(chat_template)
     target = bundle_target(source, output)
     chosen = None if quant == AUTO_QUANT else QuantConfig.parse(quant)
-    with closing(_opened(source, target.absolute(), chosen, offline, keep_source, template)) as prepared:
+    opened = _opened(source, target.absolute(), chosen, offline, keep_source, template, needs_weights)
+    with closing(opened) as prepared:
         yield prepared
 
 
@@ -333,6 +349,7 @@ def _opened(
     offline: bool,
     keep_source: bool,
     template: bytes | None,
+    needs_weights: bool,
 ) -> Prepared:
     """quant: None for the one that suits the checkpoint. template: None for the checkpoint's."""
     from ondevice.converters.checkpoints.opening import open_checkpoint
@@ -350,7 +367,7 @@ def _opened(
         found = kept
     check_names(target)
     if not isinstance(found, Repository):
-        checkpoint = open_checkpoint(found)
+        checkpoint = open_checkpoint(found, needs_weights)
         return Prepared(
             checkpoint,
             target,

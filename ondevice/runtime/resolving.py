@@ -103,7 +103,7 @@ class ResolvedModel:
     """The models that `auto` chose this one's modes from by `_preferred`."""
     under: Callable[[int], ResolvedModel] | None = field(default=None, repr=False, compare=False)
     """The model that another budget, in bytes, would give by the same measurement, at most with the default
-    context; None where this one doesn't fit.
+    context; None for one of `alternatives`.
     """
     budget_origin: str = ""
     """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
@@ -326,7 +326,12 @@ class _Planner:
             found = slowest
         if not found.plan.fits:
             options = self._fitting_options(least)
-            return replace(least, fitting_context=whole.fitting_context, fitting_options=options)
+            return replace(
+                least,
+                under=self._under,
+                fitting_context=whole.fitting_context,
+                fitting_options=options,
+            )
         if found is whole:
             found = self._lengthened(whole)
         return replace(

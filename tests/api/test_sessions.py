@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -35,6 +36,31 @@ def test_a_session_remembers_and_computes_only_what_is_new(model: Model) -> None
     assert second.stats.prompt_tokens == len(prompt)
     assert second.tokens == model.generate(tokens=prompt, max_tokens=10).tokens
     assert second.stats.prefill_tokens_per_second > 0
+
+
+def test_a_chat_in_one_call_is_a_first_reply_and_keeps_nothing(model: Model) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    expected = model.session("Be brief.").respond("Hello there", max_tokens=10)
+    gc.collect()
+    held = model.state_bytes
+    reply = model.chat(messages, max_tokens=10)
+    assert (reply.tokens, reply.text) == (expected.tokens, expected.text)
+    assert "".join(event.text for event in model.stream_chat(messages, max_tokens=10)) == reply.text
+    assert model.chat("Hello", max_tokens=4).tokens == model.session().respond("Hello", max_tokens=4).tokens
+    gc.collect()
+    assert model.state_bytes == held
+
+
+def test_a_chat_in_one_call_obeys_a_schema_and_is_told_of_tools(model: Model) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    schema |= {"additionalProperties": False}
+    assert json.loads(model.chat("How many?", schema=schema, max_tokens=60).text)["n"] in (1, 2)
+    tool = ondevice.Tool("look", "Look it up", {"type": "object", "properties": {}})
+    with pytest.raises(ContextOverflowError) as refused:
+        model.chat("How many?", tools=[tool])
+    assert refused.value.tokens > CONTEXT
+    with pytest.raises(UsageError, match="schema and constraint"):
+        model.chat("How many?", schema=schema, constraint=ondevice.Constraint.json_object())
 
 
 def test_a_session_that_answers_is_neither_reset_nor_replaced(model: Model, tmp_path: Path) -> None:

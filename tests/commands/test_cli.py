@@ -136,6 +136,7 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
         "sparsity_modes", "predictor_recalls", "experts", "expert_costs", "streams", "ngrams", "draft_layers",
         "damaged", "speculation", "minimum_budget_bytes", "minimum_budget_sparsity",
         "minimum_budget_speculation", "minimum_budget_context", "fitting_context", "mode_change", "plan",
+        "speed",
     ]  # fmt: skip
     assert [key for key in PLAN if key not in shown["plan"]] == []
     assert shown["plan"]["budget_bytes"] == 4 * 10**9

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from ondevice import api
 from ondevice.commands.reports import residency, stats_line
 from ondevice.errors import UsageError
+from ondevice.measure import plots
 from ondevice.runtime.models import shipped_folder
 from ondevice.stats import GenerationStats
 from tests.support.command_line import Run
@@ -186,3 +189,72 @@ def test_a_target_without_its_mode_is_refused(ondevice: Run, monkeypatch: pytest
     # What is set for all commands is meant for those that can use it.
     monkeypatch.setenv("ONDEVICE_PREDICTOR_RECALL", "0.9")
     assert ondevice("inspect", "-m", SHIPPED).code == 0
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "rope_theta": 5e5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_speeds_go_from_the_smallest_budget_to_everything_resident(ondevice: Run) -> None:
+    options = ("-m", SHIPPED, "--sparsity", "dense", "--max-context", 512)
+    shown = ondevice("inspect", *options, "--json").json
+    speeds = shown["speed"]["by_budget"]
+    assert speeds[0]["budget_bytes"] == shown["minimum_budget_bytes"]
+    assert speeds[-1]["budget_bytes"] == shown["plan"]["full_bytes"]
+    rates, read = ([speed[key] for speed in speeds] for key in ("tokens_per_second", "flash_bytes_per_token"))
+    assert len(speeds) == 8
+    # Between them, a budget first has room for wider chunks of a prompt, and then for weights.
+    assert rates[-1] == max(rates)
+    assert min(rates) > 0
+    assert read[0] > 1e6 > read[-1] == 0
+    text = ondevice("inspect", *options).out
+    assert len(re.findall(r"^ .* \d+ %  .* dense$", text, re.MULTILINE)) == 8
+    assert "flash gives" in text
+    assert "DRAM gives" in text
+
+
+def test_a_model_is_planned_from_its_config_alone(ondevice: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "llama-70b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    shown = ondevice("inspect", folder, "--json").json
+    assert shown["converted"] is False
+    assert (shown["parameters"], shown["quantisation"]) == (70_553_706_496, "q4")
+    assert 39e9 < shown["bundle_bytes"] < 41e9
+    # The process is that of all tests.
+    assert shown["minimum_budget_bytes"] - shown["plan"]["process_bytes"] < 0.45e9
+    speeds = shown["speed"]["by_budget"]
+    assert speeds[0]["budget_bytes"] == shown["minimum_budget_bytes"]
+    assert speeds[0]["flash_bytes_per_token"] > 38e9
+    assert speeds[-1]["flash_bytes_per_token"] == 0
+    assert speeds[-1]["tokens_per_second"] >= speeds[0]["tokens_per_second"]
+    small = ondevice("inspect", folder, "--dram-budget", "50MB")
+    assert small.code == 5
+    assert "tokens per second to expect" in small.out
+    # There is nothing to convert.
+    assert "model.safetensors" in ondevice("chat", folder, "--yes", stdin="").err
+
+
+def test_a_chat_that_does_not_fit_says_what_to_expect(ondevice: Run) -> None:
+    refused = ondevice("chat", "-m", SHIPPED, "--dram-budget", "1MB", stdin="Hi\n")
+    assert refused.code == 5
+    least = ondevice("inspect", "-m", SHIPPED, "--json").json["minimum_budget_bytes"]
+    named = re.search(r"smallest that works is (\d+) bytes", refused.err)
+    assert named is not None
+    assert abs(int(named[1]) - least) < 8e6
+    assert re.search(r"what to expect: about [\d.]+ tokens/s in .* which hold everything", refused.err)
+
+
+def test_speeds_are_drawn_where_matplotlib_is(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = tmp_path / "speed.svg"
+    assert ondevice("inspect", "-m", SHIPPED, "--curve", curve).code == 0
+    assert "tokens per second" in curve.read_text()
+    assert ondevice("inspect", "-m", SHIPPED, "--curve", tmp_path / "none" / "speed.svg").code == 1
+    monkeypatch.setattr(plots.util, "find_spec", lambda name: None)
+    refused = ondevice("inspect", "-m", SHIPPED, "--curve", curve)
+    assert "ondevice[plots]" in refused.err

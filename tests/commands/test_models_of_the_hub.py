@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def test_one_command_from_the_hub_to_a_chat(
     assert "none of it stored as it is" in first.err
     assert f"to {tmp_path / 'home' / 'model'}" in first.err
     assert "the smallest budget that it will run in" in first.err
+    assert re.search(r"speed     about [\d.]+ tokens/s in .* which hold everything", first.err)
     assert first.out.endswith("\n")
     hub.rules.asked.clear()
     again = ondevice(*CHAT, "--model", "some/model", stdin="Hello\n")

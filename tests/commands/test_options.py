@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -275,3 +277,39 @@ def test_shell_completion() -> None:
         command(), env=environment | {"COMP_WORDS": "ondevice in"}, capture_output=True, text=True, check=True
     )
     assert done.stdout == "plain,inspect\n"
+
+
+def every_command(group: click.Group, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command that does something, by what is typed for it."""
+    for name, inner in group.commands.items():
+        if isinstance(inner, click.Group):
+            yield from every_command(inner, *names, name)
+        else:
+            yield (*names, name), inner
+
+
+COMMANDS = dict(every_command(cli.cli))
+
+
+def listed_flags(text: str) -> set[str]:
+    """Long flags of the options that a help text lists."""
+    return set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nOptions:\n")[2], re.MULTILINE))
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_help_fits_a_screen_and_all_options_are_a_flag_away(ondevice: Run, names: tuple[str, ...]) -> None:
+    flags = {next(flag for flag in it.opts if flag.startswith("--")) for it in COMMANDS[names].params
+             if isinstance(it, click.Option)}  # fmt: skip
+    short = listed_flags(ondevice(*names, "--help").out)
+    assert len(short) <= 18
+    assert short <= flags | {"--help", "--help-all"}
+    if flags <= short:
+        assert "--help-all" not in short
+        return
+    assert "--help-all" in short
+    assert listed_flags(ondevice(*names, "--help-all").out) == flags | {"--help", "--help-all"}
+
+
+def test_an_option_that_help_leaves_out_is_taken(ondevice: Run, chat_bundle: Path) -> None:
+    assert "--kv-bits" not in ondevice("chat", "--help").out
+    assert ondevice("chat", chat_bundle, "--kv-bits", 8, "--max-tokens", 2, stdin="Hi\n").code == 0

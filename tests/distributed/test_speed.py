@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ondevice.budget.plan import plan_memory
+from ondevice.budget.token_costs import flash_rate
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.distributed.speed import compute_rate, flash_rate, measured_resources
+from ondevice.distributed.speed import compute_rate, measured_resources
 from ondevice.errors import BudgetError
 from ondevice.flash.cost_model import UNMEASURED
 from ondevice.runtime.backend_choice import memory_model
@@ -36,10 +37,7 @@ def test_every_kind_of_model_is_measured(name: str, tmp_path: Path) -> None:
 
 def test_reads_are_as_long_as_the_mode_makes_them(tmp_path: Path) -> None:
     bundle = Bundle.open(write_small(tmp_path / "model", MODELS["relu, tied"]))
-    runtime = RuntimeConfig(sparsity="dense")
-    long, short = (
-        flash_rate(bundle, replace(runtime, sparsity=mode), UNMEASURED) for mode in ("dense", "exact")
-    )
+    long, short = (flash_rate(bundle.config, bundle.quant, mode, UNMEASURED) for mode in ("dense", "exact"))
     assert long > 2 * short
 
 

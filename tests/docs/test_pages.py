@@ -28,7 +28,10 @@ def tool(name: str) -> ModuleType:
 
 def test_the_page_of_options_is_what_make_options_writes() -> None:
     options = tool("options")
-    assert options.PAGE.read_text(encoding="utf-8") == options.page(), "run `make options`"
+    page = options.PAGE.read_text(encoding="utf-8")
+    assert page == options.page(), "run `make options`"
+    flags = {flag for _, command in options._commands(options.cli) for flag in options._flag_names(command)}
+    assert [flag for flag in sorted(flags) if f"`{flag}`" not in page] == []
 
 
 def test_every_exit_code_has_a_meaning() -> None:

@@ -135,6 +135,12 @@ def test_python_examples_use_names_that_exist() -> None:
                 assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
 
 
+def test_the_first_python_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    example = python_blocks(ROOT / "README.md")[0]
+    exec(compile(example, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 3
+
+
 def anchors(text: str) -> set[str]:
     """What a link may name of a page: its headings as GitHub spells them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)

@@ -19,6 +19,7 @@ import ondevice as package
 from ondevice import doctor
 from ondevice.doctor import machine, storage
 from ondevice.doctor.check import Check, Report, attempt
+from ondevice.doctor.rates import multiply_rate
 from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError, UsageError
 from ondevice.kernels import _native
 from ondevice.runtime import owner
@@ -28,7 +29,7 @@ from tests.support.command_line import Run
 
 SHIPPED = shipped_folder() / "small-relu"
 NAMES = [
-    "versions", "processor", "kernels", "memory", "mlx", "metal", "models folder", "settings file",
+    "versions", "processor", "kernels", "memory", "dram", "mlx", "metal", "models folder", "settings file",
     "cache folder", "package folder", "shipped model", "flash",
     "generation cpu", "generation mlx", "generation reference", "rows mlx",
 ]  # fmt: skip
@@ -359,3 +360,8 @@ def test_devices_are_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert [name for name, _ in doctor._flash_steps(None)] == names
     monkeypatch.setattr(storage, "device", lambda folder: 1)
     assert len(list(doctor._flash_steps("no-such-model"))) == 1
+
+
+def test_the_multiply_rate_is_that_of_some_machine() -> None:
+    """Imported before a fixture puts a constant in its place."""
+    assert 1e7 < multiply_rate(1) < 1e12
