@@ -3,8 +3,14 @@
 // takes text alone, and these models have no tokenizer.
 //
 // Settings: cache_mib (0: what the budget leaves beside the other weights and reserve_mib), lanes (reads at
-// once), overlap (needs a llama.cpp with their hook), prefetch_layers, micro_batch. docs/experts.md builds
-// it.
+// once), overlap (needs a llama.cpp with their hook), prefetch_layers, micro_batch.
+//
+// To build it, B being BigMoeOnEdge's folder, L llama.cpp's sources (`vendor/llama.cpp` in llama-cpp-python's
+// source package) and D the folder of llama-cpp-python's libraries of the same release:
+//
+//     g++ -std=c++17 -O3 -DNDEBUG -DBMOE_HAVE_LLAMA=1 -IB/core/include -IB/core/src -IL/include -IL/ggml/include
+//         -IL/vendor tests/benchmarks/lib/run_bigmoe.cc B/core/src/config.cpp B/core/src/io/*.cpp
+//         B/core/src/moe/*.cpp -LD -lllama -lggml -lggml-cpu -lggml-base -Wl,-rpath,D -lpthread -o bigmoe
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
