@@ -36,7 +36,7 @@ NGRAMS_VERSION = 1
 WINDOW = 11
 """Tokens of a row: a context and what followed it."""
 MAX_CONTEXT = 3
-"""Tokens of the longest context. A fourth adds nothing to tokens per forward pass (docs/benchmarks.md)."""
+"""Tokens of the longest context. A fourth adds nothing to tokens per forward pass (docs/lab/README.md)."""
 PAGE_BYTES = 16384
 """Bytes of a page, which is read as a whole and has one CRC32C."""
 PAGE_ROWS = PAGE_BYTES // (4 * (WINDOW + 1))

@@ -245,7 +245,6 @@ def recognised(template: str) -> CallFormat | None:
 
 # --- What models write though their templates have another form ---
 
-_BEFORE_NAMES = tuple(f'{key}":{{' for key in ARGUMENTS)
 _CALL_HEAD = re.compile(
     r'\{(?:"type":"function",)?(?:"function":\{)?"(?:name|tool_name|function)":"([A-Za-z0-9_.-]*)("?)'
 )

@@ -26,7 +26,7 @@ from ondevice.tokenizer import Tokenizer
 LEAST_SHARED = 0.9
 """Share of the target's tokens that the second model must have for this drafter to be taken.
 
-It was measured where 95 and nearly 100 % are shared (docs/benchmarks.md). What isn't shared is never drafted.
+It was measured where 95 and nearly 100 % are shared (docs/lab/README.md). What isn't shared is never drafted.
 """
 
 TABLE_BYTES, FINDING_BYTES = 20, 112
