@@ -225,8 +225,6 @@ MAX_THREADS = 256
 """Most compute threads. A larger number is taken for a slip, and each thread needs memory of its own."""
 MAX_CONTEXT = 1 << 24
 """Most tokens of a prompt or conversation."""
-MOST_DEVIATIONS = 100.0
-"""Most standard deviations for `expert_substitution`: more than any two scores of one token differ by."""
 MAX_PREFILL_CHUNK = 1 << 16
 """Most prompt tokens per forward pass."""
 MAX_PARALLEL = 16
@@ -246,7 +244,6 @@ class RuntimeOptions(TypedDict, total=False):
     sparsity: Sparsity
     predictor_recall: float
     experts: int
-    expert_substitution: float
     speculation: Speculation
     draft_model: str | os.PathLike[str]
     draft_streams: int
@@ -267,8 +264,7 @@ class RuntimeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. Only `kv_bits`, `backend`, `experts`, `expert_substitution` and a lossy `sparsity`
-    change the text.
+    """How a bundle is run. Only `kv_bits`, `backend`, `experts` and a lossy `sparsity` change the text.
 
     The context is `max_context`, or the shorter one that the budget has room for. A full context ends the
     text, or makes a chat forget its oldest turns.
@@ -287,10 +283,6 @@ class RuntimeConfig:
     experts: int = 0
     """Experts that each token chooses in a layer, where these are fewer than the model's own, which changes
     the text. 0 means the model's own."""
-    expert_substitution: float = 0.0
-    """Most by which a missing expert's score may exceed that of one in memory that takes its place, in
-    standard deviations of the token's scores. The text then depends on what is in memory. 0 means that
-    missing experts are read."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
@@ -315,7 +307,7 @@ class RuntimeConfig:
     a model with experts, whose passes read each of these once."""
     parallel: int = 1
     """Most generations that run at once and share forward passes. It is 1 where a text would depend on those
-    beside it: on a backend whose rows don't keep their bits in company, and with `expert_substitution`."""
+    beside it: on a backend whose rows don't keep their bits in company."""
     pass_seconds: float = 0.5
     """Seconds that a forward pass over prompts takes at most, unless it has 32 tokens, as other generations
     wait for it. It has an effect with `parallel` above 1, where all weights are in memory and none are of
@@ -344,11 +336,6 @@ class RuntimeConfig:
         if not _is_number(self.draft_pruning) or not 0.0 <= self.draft_pruning < 1.0:
             raise UsageError(
                 f"draft_pruning is {self.draft_pruning!r}; it must be a number from 0 to below 1"
-            )
-        if not _is_number(self.expert_substitution) or not 0.0 <= self.expert_substitution <= MOST_DEVIATIONS:
-            raise UsageError(
-                f"expert_substitution is {self.expert_substitution!r}; it must be a number from 0 to "
-                f"{MOST_DEVIATIONS:g}"
             )
         if not _is_number(self.pass_seconds) or not 0.0 <= self.pass_seconds <= MAX_PASS_SECONDS:
             raise UsageError(

@@ -85,7 +85,7 @@ class Generator:
     """A transformer with the parts that turn its logits into text.
 
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
-    `scoring_chunk`: most tokens of a pass that scores; 0: `prefill_chunk`. `before_pass` runs before every
+    `before_pass` runs before every
     forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
     of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
     passes, of up to `equal_rows` rows, in which each keeps its bits, and prompts have their share by
@@ -97,7 +97,6 @@ class Generator:
     eos_ids: frozenset[int]
     max_context: int
     prefill_chunk: int = PREFILL_CHUNK
-    scoring_chunk: int = 0
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     restore: Callable[[SequenceState, Sequence[int], IsCancelled | None], Iterator[None]] = (
@@ -188,7 +187,7 @@ class Generator:
         Raises ContextOverflowError if they don't fit the context, Cancelled, and what a pass raises.
         """
         check_context(kv.length + len(tokens), self.max_context)
-        step = self.scoring_chunk or self.prefill_chunk
+        step = self.prefill_chunk
         for start in range(0, len(tokens), step):
             batch = ForwardBatch(tokens[start : start + step])
             self.before_pass(batch)

@@ -19,7 +19,6 @@ class Counters:
     neuron_cache_lookups: int = 0
     prefetched_used: int = 0
     prefetch_wasted_bytes: int = 0
-    substituted_experts: int = 0
     peak_memory_bytes: int = 0
     flash_reads: int = 0
     waited_seconds: float = 0.0
@@ -88,7 +87,6 @@ class Meter:
             neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
             prefetch_recall=prefetched / (lookups - hits) if lookups > hits else 0.0,
             prefetch_wasted_bytes=after.prefetch_wasted_bytes - self._before.prefetch_wasted_bytes,
-            substituted_experts=after.substituted_experts - self._before.substituted_experts,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
             decode_passes=decode_passes,

@@ -77,23 +77,22 @@ def _scored(model: Model, pieces: Pieces) -> tuple[float | None, NDArray[np.intp
 
 def expert_costs(
     folder: Path,
-    options: Sequence[tuple[int, float]],
+    counts: Sequence[int],
     pieces: Pieces,
     runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[int, tuple[ExpertCost, ...]]:
-    """The experts that had room, and the cost of each pair of `experts` and `expert_substitution`.
+    """The number of experts that had room, and the cost of choosing each of `counts` experts a token.
 
-    The first pair is the model's own, with which the others are compared.
+    The first count is the model's, with which the others are compared.
     """
     points: list[ExpertCost] = []
     best: NDArray[np.intp] | None = None
     in_memory = 0
-    for experts, substitution in options:
+    for experts in counts:
         step = len(points)
-        on_progress(step / len(options), f"quality, {step + 1} of {len(options)}")
-        lossy = runtime | {"experts": experts, "expert_substitution": substitution}
-        with load(folder, **lossy) as model:
+        on_progress(step / len(counts), f"quality, {step + 1} of {len(counts)}")
+        with load(folder, **runtime, experts=experts) as model:
             if runtime["dram_budget"] == "auto":
                 model.set_dram_budget(_half_budget(model.plan, model.config))
             before = model.counters
@@ -105,11 +104,9 @@ def expert_costs(
         points.append(
             ExpertCost(
                 experts,
-                substitution,
                 perplexity,
                 agreement=float(np.mean(best == likeliest)),
                 hits=(after.neuron_cache_hits - before.neuron_cache_hits) / lookups,
-                substituted=(after.substituted_experts - before.substituted_experts) / lookups,
             )
         )
     return in_memory, tuple(points)

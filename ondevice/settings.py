@@ -53,8 +53,6 @@ _RUNTIME_HELP = {
     "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {TARGET_RANGE}, "
     "one of those that `inspect` lists.",
     "experts": "Fewer experts a token than the model's own, which changes the text; 0: the model's own.",
-    "expert_substitution": "Most standard deviations by which a missing expert's score may exceed that of "
-    "one in memory that takes its place, which changes the text; 0: missing ones are read.",
     "speculation": "How tokens are drafted.",
     "draft_model": "Bundle that drafts; --speculation auto then means model.",
     "draft_streams": "Streams that draft, from the first on; 0: all that the model has.",
@@ -92,7 +90,6 @@ _SAMPLING_HELP = {
 _MEANT_FOR = {
     "predictor_recall": ("sparsity", "predicted"),
     "experts": ("sparsity", "experts", "auto"),
-    "expert_substitution": ("sparsity", "experts", "auto"),
     "draft_streams": ("speculation", "streams", "auto", "all"),
     "draft_pruning": ("speculation", "streams", "auto", "all"),
     "draft_head": ("speculation", "streams", "resident", "auto", "all"),
@@ -100,7 +97,7 @@ _MEANT_FOR = {
 }
 """Options that mean something only with some values of another, which stand behind that one's name."""
 _RARE = {
-    *("memory_pressure", "io", "sparsity", "predictor_recall", "experts", "expert_substitution"),
+    *("memory_pressure", "io", "sparsity", "predictor_recall", "experts"),
     *("draft_model", "draft_streams", "draft_head", "draft_pruning", "kv_bits", "prompt_cache_bytes"),
     *("pass_seconds", "chat_template", "date", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "stop", "top_k"),

@@ -125,9 +125,7 @@ class GenerationStats:
     logits; they took `synchronised_seconds`.
 
     `experts` is the number of experts that a token chose where that is fewer than the model's own, which
-    changes the text; else 0. `expert_substitution` is the option of that name, which changes the text too
-    unless it is 0, and `substituted_experts` counts the chosen experts whose place others took; these others
-    count as hits.
+    changes the text; else 0.
 
     `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk, and
     `reused_tokens` all that weren't computed: these, and those that the conversation still held in memory.
@@ -163,8 +161,6 @@ class GenerationStats:
     synchronisations: int = 0
     synchronised_seconds: float = 0.0
     experts: int = 0
-    expert_substitution: float = 0.0
-    substituted_experts: int = 0
     restored_tokens: int = 0
     reused_tokens: int = 0
     drafting: DraftStats = DraftStats()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
@@ -46,8 +46,6 @@ from ondevice.tokenizer import Tokenizer, load_tokenizer
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
 """Default for the most tokens on which the quality of each operating point is measured."""
-SUBSTITUTIONS = (0.1, 0.25, 0.5, 1.0)
-"""Values of `expert_substitution` whose cost is measured by default."""
 
 Text = str | Iterable[str]
 """A whole text, or its parts as they are read. No more parts are taken than are used."""
@@ -133,26 +131,24 @@ def train_expert_costs(
     output: Name | None = None,
     tokens: int = TRAIN_TOKENS,
     measured_tokens: int = MEASURED_TOKENS,
-    substitutions: Sequence[float] = SUBSTITUTIONS,
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> ExpertCosts:
-    """Measure on `text` what the lossy options of a mixture of experts cost. Adds that to the model.
+    """Measure on `text` what fewer experts a token cost. Adds that to the model.
 
-    Every run goes token by token, as decoding does, each piece from an empty context, with memory as large
-    as the others have: with the model's own number of experts, with each smaller one, and with substitutes.
-    Nothing is trained, so any text measures that the model wasn't trained on.
+    Every run goes token by token, as decoding does, each piece from an empty context, with memory as large as
+    the others have: with the model's number of experts, and with each smaller one. Nothing is trained, so any
+    text measures that the model wasn't trained on.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
         tokens: most tokens of the text to take pieces from.
         measured_tokens: most tokens of these pieces, which are spread over the text.
-        substitutions: values of `expert_substitution`, ascending.
         dram_budget: budget of the runs; "auto" leaves room for half of the experts.
 
     Before it measures, raises UnsupportedModelError for a model without experts, or whose router is a
-    sparsemixer, UsageError for too little text, a substitution out of range, an output that exists or a model
-    that can't be written to, and what else `load` raises.
+    sparsemixer, UsageError for too little text, an output that exists or a model that can't be written to,
+    and what else `load` raises.
     """
     from ondevice.converters.training.sidecars import save_sidecar
 
@@ -177,10 +173,8 @@ def train_expert_costs(
     chosen = spread(found, measured_tokens)
     # The budget is for a full context, so this one is as long as the pieces.
     runtime["max_context"] = max(map(len, chosen))
-    distances = [RuntimeConfig(expert_substitution=it).expert_substitution for it in substitutions]
-    options = [(count, 0.0) for count in range(experts.chosen, 0, -1)]
-    options += [(experts.chosen, distance) for distance in distances]
-    in_memory, points = expert_costs(resolved.bundle.path, options, chosen, runtime, on_progress)
+    counts = range(experts.chosen, 0, -1)
+    in_memory, points = expert_costs(resolved.bundle.path, counts, chosen, runtime, on_progress)
     costs = ExpertCosts(weights_digest(resolved.bundle.manifest), sum(map(len, chosen)), in_memory, points)
     with _target(resolved, goal) as folder:
         save_sidecar(EXPERT_COSTS_SIDECAR, expert_costs_text(costs), folder)

@@ -38,7 +38,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.native_routing import route
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.routing import Routing, sigmoid, substituted
+from ondevice.backends.routing import Routing, sigmoid
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import SliceLayout
 from ondevice.bundle.matrix_layout import padded
@@ -444,11 +444,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             dense_output, total = self.normed(total, apart.dense_output), np.zeros_like(x)
             x = self.normed(residual, apart.experts)
         logits = self.linear(x if apart is None else residual, router.matrix, apart and apart.router)
-        biases = router.choice_bias, apart and apart.scales
-        routing = route(logits, experts, *biases)
-        instead = weight.neurons.substitutes(weight.index, routing)
-        if instead is not None:
-            routing = substituted(routing, logits, experts, *instead, *biases)
+        routing = route(logits, experts, router.choice_bias, apart and apart.scales)
         self.add_experts(x, weight, spec, routing, batch, total)
         if apart is not None:
             total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)

@@ -42,26 +42,12 @@ class ResidentLayer(NamedTuple):
     """Called with the number of neurons that were multiplied, for the stats."""
 
 
-class Substitutes(NamedTuple):
-    """What may take the place of a chosen expert that isn't in memory.
-
-    held: ascending ids of the experts in memory. within: the most by which a missing expert's score may
-    exceed theirs, in standard deviations of the token's scores.
-    """
-
-    held: Int32
-    within: float
-
-
 class NeuronSource:
     """Provides the neurons of all layers of one model; `layer` is a layer's index.
 
     In a pass, layers come in order. A source overrides the methods that its layers call: `offloaded` if every
     neuron is multiplied, the others if a selector chooses neurons. The defaults raise or do nothing.
     """
-
-    substituted = 0
-    """Chosen experts so far whose place others took."""
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare for a pass that reads neurons, before its first layer. Not called for `resident_only`."""
@@ -103,13 +89,6 @@ class NeuronSource:
         without any must get none.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
-
-    def substitutes(self, layer: int, routing: Routing) -> Substitutes | None:
-        """What may take the place of experts of `routing`; None if they are to be used as they are.
-
-        Called before `experts`, which then gets the routing after substitution.
-        """
-        return None
 
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool

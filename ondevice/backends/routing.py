@@ -7,7 +7,7 @@ same bits on every machine and beside any other rows. Legend: T tokens, E expert
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -32,14 +32,12 @@ FEW = 8
 class Routing:
     """The experts of T tokens.
 
-    ids: (T, k), ascending in each row. weights: (T, k). count: E. own_ids: (T, k), the router's own choice
-    where other experts take the place of some of it; None if `ids` are that.
+    ids: (T, k), ascending in each row. weights: (T, k). count: E.
     """
 
     ids: Int32
     weights: Float32
     count: int
-    own_ids: Int32 | None = None
 
     @cached_property
     def experts(self) -> Int32:
@@ -54,9 +52,8 @@ class Routing:
     @property
     def gates(self) -> Float32:
         """(T, E), above 0 for the experts alone that the router chose for a token."""
-        own = self.ids if self.own_ids is None else self.own_ids
-        gates = np.full((len(own), self.count), -1.0, dtype=np.float32)
-        gates[_each_row(own), own] = 1.0
+        gates = np.full((len(self.ids), self.count), -1.0, dtype=np.float32)
+        gates[_each_row(self.ids), self.ids] = 1.0
         return gates
 
 
@@ -76,55 +73,6 @@ def route(
     among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
     ids = np.sort(_highest(among, spec.chosen), axis=1)
     return _weighted(ids, logits, scores, spec, scales)
-
-
-def substituted(
-    routing: Routing,
-    logits: Float32,
-    spec: ExpertsSpec,
-    held: Int32,
-    within: float,
-    choice_bias: Float32 | None = None,
-    scales: Float32 | None = None,
-) -> Routing:
-    """The `routing` of one token, in which experts among `held` take the place of missing ones.
-
-    The chosen expert outside `held` with the lowest score makes way for the highest one in `held` that isn't
-    chosen, then the next lowest for the next highest, as long as the difference of the two is at most
-    `within` times the standard deviation of the token's scores. Scores are what the router chooses by:
-    softmax routers' logits, else sigmoids with the bias of the choice. Weights are those that the router
-    gives to such a choice.
-
-    Args:
-        routing: what `route` gives for the same arguments; T is 1.
-        logits: (1, E).
-        spec: not a sparsemixer's, whose weights belong to its own choice.
-        held: ascending ids of the experts in memory.
-        within: standard deviations.
-        choice_bias: (E,).
-        scales: (E,), factors of weights.
-    """
-    scores, choice = _scores(logits, spec, choice_bias)
-    among = (choice if spec.groups == 1 else _of_best_groups(choice, spec))[0]
-    own, ids = routing.ids[0], routing.ids[0].copy()
-    missing, others = np.setdiff1d(own, held), np.setdiff1d(held, own)
-    missing = missing[np.argsort(among[missing], kind="stable")]
-    others = others[_highest(among[None, others], len(others))[0]]
-    limit = within * _deviation(choice)
-    for gone, instead in zip(missing.tolist(), others.tolist(), strict=False):
-        if not float(among[gone]) - float(among[instead]) <= limit:
-            break
-        ids[own == gone] = instead
-    if np.array_equal(ids, own):
-        return routing
-    return replace(_weighted(np.sort(ids)[None], logits, scores, spec, scales), own_ids=routing.ids)
-
-
-def _deviation(choice: Float32) -> float:
-    """The standard deviation of (1, E) scores."""
-    wide, count = choice.astype(np.float64), choice.shape[1]
-    distances = wide - _sums(wide) / count
-    return math.sqrt(float(_sums(distances * distances)[0, 0]) / count)
 
 
 def _scores(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None) -> tuple[Float32, Float32]:

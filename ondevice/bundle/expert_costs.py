@@ -1,4 +1,4 @@
-"""`expert_costs.json`: what the lossy options of a mixture of experts cost, measured on text.
+"""`expert_costs.json`: what fewer experts a token cost a mixture of experts, measured on text.
 
 A sidecar (`sidecar.py`) without tensors, added to a finished bundle by `ondevice train expert-costs`. People
 read it, through `inspect`; no text depends on it. `weights/README.md` is the specification.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import MAX_POINTS, Sidecar, parse_sidecar, sidecar_text, weights_digest
+from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.bundle.strict_json import Section
-from ondevice.config import MOST_DEVIATIONS
 from ondevice.errors import BundleError
 from ondevice.model_config import MAX_CHOSEN, ExpertsSpec
 
@@ -27,30 +26,26 @@ EXPERT_COSTS_VERSION = 1
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """The effect of one choice of options on a text.
+    """The effect of one number of chosen experts on a text.
 
     experts: number that each token chose in a layer.
-    substitution: `RuntimeConfig.expert_substitution`; 0 for none.
     perplexity: None if it isn't finite.
-    agreement: share of tokens whose likeliest successor is that of the model with its own options.
-    hits: share of experts that were in memory when a token came to their layer, substitutes included.
-    substituted: share of chosen experts whose place others took.
+    agreement: share of tokens whose likeliest successor is that of the model's number of experts.
+    hits: share of experts that were in memory when a token came to their layer.
     """
 
     experts: int
-    substitution: float
     perplexity: float | None
     agreement: float
     hits: float
-    substituted: float
 
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """The costs of lossy options of one model, measured token by token.
+    """What fewer experts cost one model, measured token by token.
 
     model: `weights_digest` of the weights that they belong to. measured_tokens: length of the text.
-    in_memory: experts of all layers that had room. points: the model's own options first.
+    in_memory: experts of all layers that had room. points: the model's number first.
     """
 
     model: str
@@ -59,8 +54,8 @@ class ExpertCosts:
     points: tuple[ExpertCost, ...]
 
     @property
-    def own(self) -> ExpertCost:
-        """The run with the model's own options."""
+    def baseline(self) -> ExpertCost:
+        """The run with the model's number of experts."""
         return self.points[0]
 
 
@@ -76,7 +71,7 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
     assert experts is not None
     layers = sum(layer.experts is not None for layer in config.layers)
     section.equal("version", EXPERT_COSTS_VERSION)
-    points = section.sections("points", MAX_CHOSEN + MAX_POINTS)
+    points = section.sections("points", MAX_CHOSEN)
     costs = ExpertCosts(
         model=section.text("model", 64),
         measured_tokens=section.integer("measured_tokens", 1, 1 << 48),
@@ -86,11 +81,11 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
     section.close()
     if costs.model != weights_digest(manifest):
         raise BundleError(f"{EXPERT_COSTS_SIDECAR.manifest} was made for other weights than these")
-    found = [(point.experts, point.substitution) for point in costs.points]
-    if not found or found[0] != (experts.chosen, 0.0) or len(set(found)) < len(found):
+    counts = [point.experts for point in costs.points]
+    if not counts or counts[0] != experts.chosen or len(set(counts)) < len(counts):
         raise BundleError(
-            f"{EXPERT_COSTS_SIDECAR.key}.points must begin with the model's own {experts.chosen} experts "
-            "without substitution, and name no options twice"
+            f"{EXPERT_COSTS_SIDECAR.key}.points must begin with the model's own {experts.chosen} experts, "
+            "and name no number twice"
         )
     return costs
 
@@ -98,11 +93,9 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
 def _parse_point(section: Section, experts: ExpertsSpec) -> ExpertCost:
     point = ExpertCost(
         experts=section.integer("experts", 1, experts.chosen),
-        substitution=section.number("substitution", 0.0, MOST_DEVIATIONS),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
         agreement=section.number("agreement", 0.0, 1.0),
         hits=section.number("hits", 0.0, 1.0),
-        substituted=section.number("substituted", 0.0, 1.0),
     )
     section.close()
     return point

@@ -215,10 +215,10 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
 
     `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`, as is a `substitution` other than 0. `expected_hits` is
-    the share of lookups that should find their expert in memory, by what the calibration's text chose; None
-    without one, and where not all of the model's own choice are looked up. `hits_by_budget` has the same for
-    budgets in even steps from the smallest with these modes and this context to all experts in memory.
+    may be fewer by `--experts`; that is `lossy`. `expected_hits` is the share of lookups that should find
+    their expert in memory, by what the calibration's text chose; None without one, and where not all of the
+    model's own choice are looked up. `hits_by_budget` has the same for budgets in even steps from the
+    smallest with these modes and this context to all experts in memory.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -228,14 +228,13 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     nbytes = expert_bytes(config, resolved.bundle.quant)
     total, use = layers * experts.count, resolved.bundle.expert_use
     kept = total if resolved.runtime.backend == "reference" else min(total, plan.kept_slots)
-    # A calibration's text chose as the model does, and what was missing was read.
-    fewer = resolved.own_experts > 0 or resolved.runtime.expert_substitution > 0
+    # A calibration's text chose as the model does.
+    fewer = resolved.own_experts > 0
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
         "own_chosen": resolved.own_experts or experts.chosen,
-        "substitution": resolved.runtime.expert_substitution,
         "lossy": fewer,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,

@@ -49,22 +49,12 @@ def fewer_experts(chosen: int, own: int) -> str:
     return f"lossy: {chosen} of the model's own {own} experts a token (--experts); not the text of all"
 
 
-def substitution(within: float) -> str:
-    """What `--expert-substitution` does to the text, in one line."""
-    deviations = f"{within:g} standard deviation{'s' * (within != 1.0)}"
-    return (
-        f"lossy: an expert in memory takes the place of a missing one that scores up to {deviations} "
-        "higher (--expert-substitution); the text depends on what is in memory"
-    )
-
-
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
     """What the options do to the text of a model with experts; none for other models."""
     runtime, own = resolved.runtime, resolved.own_experts
     if resolved.bundle.config.experts is None:
         return []
-    lines = [fewer_experts(runtime.experts, own)] if own else []
-    return [*lines, substitution(runtime.expert_substitution)] if runtime.expert_substitution else lines
+    return [fewer_experts(runtime.experts, own)] if own else []
 
 
 def pressure_summary(found: MemoryPressure) -> str:
@@ -157,9 +147,6 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
         else ""
     )
     lossy = f"; lossy: --experts {stats.experts}" if stats.experts else ""
-    if stats.expert_substitution:
-        within, count = stats.expert_substitution, stats.substituted_experts
-        lossy += f"; lossy: --expert-substitution {within:g}, {count} experts substituted"
     return (
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "

@@ -137,11 +137,11 @@ def expert_use(
 def expert_costs(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
-    """Measure what --experts and --expert-substitution cost, for models with experts.
+    """Measure what --experts costs, for models with experts.
 
     Nothing is trained. Perplexity is measured token by token, as decoding goes, on pieces spread over the
-    text: with the model's own experts, with fewer, and with substitutes of several distances. With a budget
-    of auto, half of the experts have room. The figures join the bundle, and `inspect` prints them.
+    text: with the model's number of experts and with each smaller one. With a budget of auto, half of the
+    experts have room. The figures join the bundle, and `inspect` prints them.
     """
     from ondevice import training
     from ondevice.commands import training_reports as reports

@@ -41,33 +41,29 @@ def predictor_table(found: Predictors) -> str:
     return "\n".join(lines)
 
 
-def expert_cost_table(found: ExpertCosts) -> str:
-    """`train expert-costs` for people: per choice of options, the quality and what was in memory.
-
-    `costs` is what perplexity has gained over that with the model's own options.
-    """
+def expert_cost_table(costs: ExpertCosts) -> str:
+    """`train expert-costs` for people: by number of experts, the perplexity and what was in memory."""
     lines = [
-        f"lossy options, measured token by token on {found.measured_tokens} tokens, with room for "
-        f"{found.in_memory} experts:",
-        f"{'':<28}perplexity     costs  agrees   in memory  substituted",
+        f"fewer experts, measured token by token on {costs.measured_tokens} tokens, with room for "
+        f"{costs.in_memory} experts:",
+        f"{'':<28}perplexity     costs  agrees   in memory",
     ]
-    for point in found.points:
-        name = f"--expert-substitution {point.substitution:g}" if point.substitution else "--experts"
-        if not point.substitution:
-            name = f"{name} {point.experts}" if point is not found.own else f"the model's own {point.experts}"
-        shares = f"{percent(point.agreement):<9}{percent(point.hits):<11}{percent(point.substituted)}"
-        lines.append(f"{name:<28}{_perplexity(point, found.own):<20}  {shares}")
+    for point in costs.points:
+        baseline = point is costs.baseline
+        name = f"the model's own {point.experts}" if baseline else f"--experts {point.experts}"
+        shares = f"{percent(point.agreement):<9}{percent(point.hits)}"
+        lines.append(f"{name:<28}{_perplexity(point, costs.baseline):<20}  {shares}")
     return "\n".join(lines)
 
 
-def _perplexity(point: ExpertCost, own: ExpertCost) -> str:
-    """Perplexity, and what it has gained over that of the model's own options."""
+def _perplexity(point: ExpertCost, baseline: ExpertCost) -> str:
+    """Perplexity, and the percentage by which it exceeds that of the model's number of experts."""
     if point.perplexity is None:
         return "not finite"
     shown = f"{point.perplexity:<10.3f}"
-    if point is own or not own.perplexity:
+    if point is baseline or not baseline.perplexity:
         return shown
-    return f"{shown}{100 * (point.perplexity / own.perplexity - 1):+8.2f} %"
+    return f"{shown}{100 * (point.perplexity / baseline.perplexity - 1):+8.2f} %"
 
 
 def expert_use_table(found: ExpertUse) -> str:

@@ -36,7 +36,6 @@ SHARED_OPTIONS = (
     "sparsity",
     "predictor_recall",
     "experts",
-    "expert_substitution",
     "speculation",
     "draft_streams",
     "draft_pruning",

@@ -128,7 +128,7 @@ def allowed_draft_layer(
 
 def settled_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
     """How many texts may share passes: one alone where a text would depend on those beside it."""
-    return 1 if rows.widths.chain < 2 or runtime.expert_substitution else runtime.parallel
+    return 1 if rows.widths.chain < 2 else runtime.parallel
 
 
 def row_invariance(

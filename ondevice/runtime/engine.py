@@ -90,8 +90,6 @@ class Engine(LoadedModel):
             frozenset(bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
-            # Only passes over one token substitute, and scoring measures what decoding does.
-            scoring_chunk=1 if runtime.expert_substitution else 0,
             counters=self.counters,
             before_pass=self._before_pass,
             restore=self.kv.restore,
@@ -104,7 +102,6 @@ class Engine(LoadedModel):
                 speculation=runtime.speculation,
                 io=self.io,
                 experts=runtime.experts,
-                expert_substitution=runtime.expert_substitution,
             ),
         )
         self._parts.callback(self._forget_texts)

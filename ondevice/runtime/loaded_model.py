@@ -111,9 +111,7 @@ class LoadedModel:
         if plan.matrices is not None:
             self._matrices = _open_matrices(plan.matrices, self._backend, self._reader)
             self._parts.callback(self._matrices.close)
-        self._neurons = open_neuron_memory(
-            bundle, plan, self._backend, self._reader, costs, fetch, runtime.expert_substitution, cancelled
-        )
+        self._neurons = open_neuron_memory(bundle, plan, self._backend, self._reader, costs, fetch, cancelled)
         self._parts.callback(self._neurons.close)
         self._quota = WeightQuota(self._neurons, self._matrices, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
@@ -152,7 +150,6 @@ class LoadedModel:
             neuron_cache_lookups=neurons.lookups,
             prefetched_used=neurons.prefetching.used,
             prefetch_wasted_bytes=neurons.prefetching.wasted_bytes,
-            substituted_experts=neurons.substituted,
             synchronisations=backend.synchronisations,
             synchronised_seconds=backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,

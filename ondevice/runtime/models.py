@@ -27,14 +27,13 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.errors import (
-    BackendUnavailableError,
     BundleError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
 )
 from ondevice.model_config import WHOLE, ZEROING_NAMES, ExpertsSpec, ModelConfig
-from ondevice.runtime.backend_choice import check_backend, settled_backend
+from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs
 
@@ -369,8 +368,6 @@ def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
     if _least_chosen(experts) < experts.chosen:
         chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
         chosen += ": fewer, and not the same text"
-    if experts.scoring != "sparsemixer":
-        chosen += "; --expert-substitution: near ones instead of missing ones, and not the same text"
     return (
         SparsityMode("dense", False, "a token is defined by the experts that it chooses, not by all of them"),
         SparsityMode("exact", False, "`experts` is exact, and leaves out neurons that add nothing as well"),
@@ -496,29 +493,3 @@ def check_runtime(
             f"the model's own. It can have: {have}"
         )
     check_backend(runtime, config)
-    if runtime.expert_substitution:
-        _check_substitution(config, runtime)
-
-
-def _check_substitution(config: ModelConfig, runtime: RuntimeConfig) -> None:
-    """Refuse what can't substitute experts, or mustn't.
-
-    Raises UnsupportedModelError for a model, BackendUnavailableError for a backend, UsageError for drafts.
-    """
-    experts, asked = config.experts, f"--expert-substitution {runtime.expert_substitution:g}"
-    if experts is None:
-        raise UnsupportedModelError(f"{asked} isn't possible with this model: it has no experts")
-    if experts.scoring == "sparsemixer":
-        raise UnsupportedModelError(
-            f"{asked} isn't possible with this model: its router is a sparsemixer, whose weights are defined "
-            "for its own choice alone"
-        )
-    if settled_backend(runtime.backend, config) != "cpu":
-        raise BackendUnavailableError(
-            f"{asked}: --backend {runtime.backend} uses the experts that routers choose; use --backend cpu"
-        )
-    if runtime.speculation not in ("auto", "off") or runtime.draft_model:
-        raise UsageError(
-            f"{asked} takes --speculation off: drafts change which experts are in memory, and the text "
-            "depends on that"
-        )

@@ -71,11 +71,6 @@ class NeuronMemory(Protocol):
     @property
     def prefetching(self) -> PrefetchQuality: ...
 
-    @property
-    def substituted(self) -> int:
-        """Chosen experts whose place others took."""
-        ...
-
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to a quota of segments, divided as the plan's shape divides it."""
         ...
@@ -96,7 +91,7 @@ class NeuronMemory(Protocol):
 class NoNeuronMemory:
     """The neuron memory of a backend that holds every neuron itself, and of a closed model."""
 
-    nbytes = filled_bytes = lookups = hits = substituted = 0
+    nbytes = filled_bytes = lookups = hits = 0
     times = PassTimes()
     prefetching = PrefetchQuality()
 
@@ -120,7 +115,6 @@ def open_neuron_memory(
     reader: FlashReader,
     costs: CostModel,
     options: FetchOptions,
-    substitution: float = 0.0,
     cancelled: IsCancelled = never_cancelled,
 ) -> NeuronMemory:
     """Make the neuron memory of a model by its plan. It has no segments yet but `Plan.dense_segments`.
@@ -132,7 +126,6 @@ def open_neuron_memory(
         reader: Reads the bundle's files.
         costs: The costs of that reader's reads.
         options: How selected neurons are kept and read.
-        substitution: `RuntimeConfig.expert_substitution`.
         cancelled: Asked between two pieces of the neurons that are read now.
 
     Raises FlashReadError, MemoryError, and Cancelled if `cancelled()` holds.
@@ -141,7 +134,7 @@ def open_neuron_memory(
     if not layers:
         return NoNeuronMemory()
     if config.experts is not None:
-        return _expert_memory(bundle, plan, backend, reader, options, substitution, cancelled)
+        return _expert_memory(bundle, plan, backend, reader, options, cancelled)
     if not isinstance(segment, SlotShape):
         return segment_pool(backend, reader, segment, plan.buffers)
     cache = NeuronCache(
@@ -170,7 +163,6 @@ def _expert_memory(
     backend: BudgetedBackend,
     reader: FlashReader,
     options: FetchOptions,
-    substitution: float,
     cancelled: IsCancelled,
 ) -> NeuronMemory:
     """`open_neuron_memory` of a model with experts."""
@@ -194,7 +186,6 @@ def _expert_memory(
             segment.reserve,
             options.keep,
             options.prefetch and backend.name == "cpu",
-            substitution,
             _expert_shares(bundle),
             dense,
             config.experts,

@@ -67,7 +67,7 @@ def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculat
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if rows.widths.nodes < 2 or runtime.expert_substitution:
+    if rows.widths.nodes < 2:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

@@ -42,7 +42,6 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
         "sparsity": _mode(resolved),
         "streams": "" if streams is None or streams.mode == "lossless" else streams.sha256,
         "experts": runtime.experts,
-        "expert_substitution": runtime.expert_substitution,
         "long_context": [rope.within(context) != rope.within(0) for rope in bundle.config.ropes],
         "chunk": whole_chunk(resolved),
         **_rows_of_prompts(resolved),
@@ -69,9 +68,7 @@ def shared_chunk(resolved: ResolvedModel) -> int:
 
 def _any_split(resolved: ResolvedModel) -> bool:
     """Whether a token has the same bits in any chunk of a prompt."""
-    runtime = resolved.runtime
-    # A token alone may be computed with other experts than in a chunk.
-    return runtime.backend == "cpu" and not runtime.expert_substitution
+    return resolved.runtime.backend == "cpu"
 
 
 def _rows_of_prompts(resolved: ResolvedModel) -> dict[str, int]:

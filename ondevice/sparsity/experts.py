@@ -19,7 +19,7 @@ from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.neuron_source import Segment, Substitutes
+from ondevice.backends.neuron_source import Segment
 from ondevice.backends.routing import Routing
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
@@ -49,9 +49,6 @@ class ExpertFetcher(CachedSource):
         most: most experts that are read at once: slots that are kept free for them.
         keep: whether experts may stay after the pass that read them.
         prefetch: whether to begin to read the next layer's experts before they are known.
-        substitution: where a pass has one token, the most by which a missing expert's score may exceed that
-            of one in memory that takes its place, in standard deviations; 0 for no substitution. With it
-            nothing is prefetched, as what has arrived by then would depend on the device's speed.
         frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
         of_model: what the model's experts are, where none of `layers` has some, as in a part of a model.
         dense: provides the neurons that aren't an expert's, owned by this object from now on; None: the
@@ -68,7 +65,6 @@ class ExpertFetcher(CachedSource):
         most: int,
         keep: bool = True,
         prefetch: bool = True,
-        substitution: float = 0.0,
         frequencies: Sequence[Float32] | None = None,
         dense: SegmentPool | None = None,
         of_model: ExpertsSpec | None = None,
@@ -83,23 +79,16 @@ class ExpertFetcher(CachedSource):
         count, turns = self._experts.count, max(1, len(found))
         policy = ExpertReuse(turns, count, self._experts.chosen, frequencies)
         allocate = layers[0].piece_memory.slot_allocator
-        # Where the text depends on what is in memory, the clock decides nothing.
-        waits, widths = substitution > 0.0, [count] * turns
-        cache = PooledCache(widths, slot_bytes, segment_slots, most, policy, keep, allocate, waits)
+        cache = PooledCache([count] * turns, slot_bytes, segment_slots, most, policy, keep, allocate)
         self._pool = cache
         self._most = most
         self._dense = dense
         self._reads = _native.RangeReads(reader.native)
         # One slot is always left for an expert that a pass waits for.
         self._prefetcher = ExpertPrefetcher(self._reads, cache, self._read_ahead, most - 1)
-        self._prefetches = prefetch and not substitution
+        self._prefetches = prefetch
         self._prefetched_hits = 0
-        self._within = substitution
-        self._substitutes = False
-        """Whether experts in memory may take the place of missing ones in this pass."""
-        self._all = np.arange(count, dtype=np.int32)
-        self._fills = bool(found) and keep and not substitution
-        """Whether idle time may be used: not where the text depends on what is in memory."""
+        self._fills = bool(found) and keep
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
         super().__init__(layers, cache)
@@ -166,7 +155,6 @@ class ExpertFetcher(CachedSource):
         if self._dense is not None:
             self._dense.begin_pass(batch)
         self._since = time.perf_counter()
-        self._substitutes = self._within > 0.0 and len(batch.tokens) == 1
         self._prefetcher.next_pass(len(batch.tokens), super().times)
         self._cache.divide(len(batch.tokens))
         self._managed += self._lap()
@@ -191,14 +179,6 @@ class ExpertFetcher(CachedSource):
         """Those of the neurons that aren't an expert's which aren't in memory."""
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
-    def substitutes(self, layer: int, routing: Routing) -> Substitutes | None:
-        if not self._substitutes or self._cache.holds_all:
-            return None
-        turn, ids = self._turns[layer], routing.experts
-        if len(self._cache.held(turn, ids)) == len(ids):
-            return None
-        return Substitutes(self._cache.held(turn, self._all), self._within)
-
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
     ) -> Iterator[tuple[int, int]]:
@@ -208,8 +188,6 @@ class ExpertFetcher(CachedSource):
         cache, turn = self._cache, self._turns[layer]
         if not cache.holds_all:
             self._observe(turn, routing, batch)
-        if routing.own_ids is not None:
-            self.substituted += len(np.setdiff1d(routing.own_ids, routing.ids))
         ids, records, arrived = routing.experts, self._records(layer), False
         under_way: dict[int, tuple[int, int]] = {}
         try:

@@ -30,8 +30,7 @@ class PoolPolicy(Policy, Protocol):
 class PooledCache(NeuronCache):
     """A `NeuronCache` without shares: `evict_to_share` keeps all layers together to the room there is.
 
-    Args: those of NeuronCache, but for the policy, and waits: whether memory that the system is still giving
-    is waited for. What is kept depends on nothing that the clock decides then.
+    Args: those of NeuronCache, but for the policy.
     """
 
     def __init__(
@@ -43,11 +42,9 @@ class PooledCache(NeuronCache):
         policy: PoolPolicy,
         keep: bool = True,
         allocate: Callable[[int], Bytes] | None = None,
-        waits: bool = False,
     ) -> None:
         super().__init__(widths, slot_bytes, segment_slots, reserve, policy, keep, allocate)
         self._pool_policy = policy
-        self._waits = waits
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
         """Evict the neurons worth least at the end of `layer`'s turn, but none of the layer's in `keep`."""
@@ -60,7 +57,7 @@ class PooledCache(NeuronCache):
 
         But it is waited for where all neurons have room, or there are fewer slots than the reserve.
         """
-        if self._waits or self.holds_all or len(self._owner) < self._reserve:
+        if self.holds_all or len(self._owner) < self._reserve:
             return super().has_room(count)
         while self._num_free < count and len(self._segments) < self._quota and self._fresh.is_ready():
             self._add_segment()

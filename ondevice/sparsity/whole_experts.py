@@ -59,10 +59,6 @@ class WholeExperts:
     def prefetching(self) -> PrefetchQuality:
         return self._fetcher.prefetching
 
-    @property
-    def substituted(self) -> int:
-        return self._fetcher.substituted
-
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to sum(quota) segments: let layers hold all experts, or provide slots."""
         segments = sum(quota)

@@ -281,9 +281,7 @@ def test_an_error_in_a_pass_comes_through_and_the_cache_survives() -> None:
 
 
 def test_stats_count_passes_and_what_the_counters_rose_by() -> None:
-    totals = iter(
-        [Counters(100, 1.0, 0.5, 10, 20, 2, 30, 1, 7), Counters(150, 1.5, 0.75, 16, 28, 3, 50, 5, 9)]
-    )
+    totals = iter([Counters(100, 1.0, 0.5, 10, 20, 2, 30, 7), Counters(150, 1.5, 0.75, 16, 28, 3, 50, 9)])
     labels = GenerationStats(backend="reference", io="buffered")
     engine = generator(prefill_chunk=4, counters=lambda: next(totals), labels=labels)
     *_, last = run(engine, "abcdefghij", max_tokens=6)
@@ -296,7 +294,6 @@ def test_stats_count_passes_and_what_the_counters_rose_by() -> None:
         0.5,
         20,
     )
-    assert figures.substituted_experts == 4
     assert figures.accepted_tokens_per_pass == 1.0
     assert (figures.backend, figures.io) == ("reference", "buffered")
     assert figures.time_to_first_token_seconds > 0

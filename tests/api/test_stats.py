@@ -36,8 +36,6 @@ CONTRACT = [
     "synchronisations",
     "synchronised_seconds",
     "experts",
-    "expert_substitution",
-    "substituted_experts",
     "restored_tokens",
     "reused_tokens",
     "drafting",

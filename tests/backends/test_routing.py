@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends import native_routing
 from ondevice.backends.base import Float32
-from ondevice.backends.routing import FEW, exp, route, sigmoid, substituted
+from ondevice.backends.routing import FEW, exp, route, sigmoid
 from ondevice.model_config import ExpertsSpec
 
 SPECS = {
@@ -133,80 +133,6 @@ def test_values_that_are_not_finite_give_experts_that_exist(name: str) -> None:
         found = route(rows, SPECS[name], bias_of(SPECS[name]))
     assert ((found.ids >= 0) & (found.ids < 16)).all()
     assert not np.isfinite(found.weights[0]).all()
-
-
-def weights_of(row: Float32, spec: ExpertsSpec, chosen: list[int]) -> list[float]:
-    """What the router gives to experts that it is told to choose."""
-    wide = row.astype(np.float64)
-    scores = np.exp(wide) / np.exp(wide).sum() if spec.scoring == "softmax" else 1 / (1 + np.exp(-wide))
-    total = sum(scores[e] for e in chosen) if spec.renormalised else 1.0
-    return [spec.factor * scores[e] / total for e in chosen]
-
-
-def replaced(
-    row: Float32, spec: ExpertsSpec, bias: Float32 | None, held: set[int], within: float
-) -> list[int]:
-    """The experts of one token after substitution, one at a time."""
-    scores = (
-        row.astype(np.float64) if spec.scoring == "softmax" else 1 / (1 + np.exp(-row.astype(np.float64)))
-    )
-    choice, size = scores + (0 if bias is None else bias), 16 // spec.groups
-    groups = choice.reshape(spec.groups, size)
-    good = best_groups(groups, spec)
-    chosen = set(described(row, spec, bias))
-    taken: set[int] = set()
-    for gone in sorted(chosen - held, key=lambda e: choice[e]):
-        left = [e for e in held - chosen - taken if e // size in good]
-        best = max(left, key=lambda e: choice[e], default=None)
-        if best is None or choice[gone] - choice[best] > within * choice.std():
-            break
-        chosen.remove(gone)
-        chosen.add(best)
-        taken.add(best)
-    return sorted(chosen)
-
-
-@pytest.mark.fast("*-0.5", "groups-100.0", "softmax-100.0")
-@pytest.mark.parametrize("within", [0.1, 0.5, 1.5, 100.0])
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "sparsemixer"])
-def test_substitutes_are_those_described(name: str, within: float) -> None:
-    spec, chance, changed = SPECS[name], np.random.default_rng(5), 0
-    for row in logits(100, 11):
-        held = np.sort(chance.permutation(16)[: chance.integers(0, 17)]).astype(np.int32)
-        own = route(row[None], spec, bias_of(spec))
-        found = substituted(own, row[None], spec, held, within, bias_of(spec))
-        wanted = replaced(row, spec, bias_of(spec), set(held.tolist()), within)
-        assert found.ids[0].tolist() == wanted
-        np.testing.assert_allclose(found.weights[0], weights_of(row, spec, wanted), rtol=1e-6)
-        if wanted == own.ids[0].tolist():
-            assert found is own
-        else:
-            assert np.flatnonzero(found.gates[0] > 0).tolist() == own.ids[0].tolist()
-            changed += 1
-    assert changed
-
-
-@pytest.mark.parametrize("name", ["softmax", "renormalised"])
-def test_how_near_experts_are_has_no_scale(name: str) -> None:
-    """Logits that are larger, or all higher, have the same substitutes, where scores are logits."""
-    spec, held = SPECS[name], np.arange(0, 16, 2, dtype=np.int32)
-    for row in np.round(logits(100, 12) * 64) / 64:
-        wanted = substituted(route(row[None], spec), row[None], spec, held, 0.7).ids.tolist()
-        for other in (row * 8, row / 4, row + 2):
-            found = substituted(route(other[None], spec), other[None], spec, held, 0.7)
-            assert found.ids.tolist() == wanted
-
-
-def test_equal_scores_and_what_is_not_finite_substitute_nothing_wrong() -> None:
-    spec, held = SPECS["softmax"], np.arange(8, 16, dtype=np.int32)
-    even = np.zeros((1, 16), np.float32)
-    assert substituted(route(even, spec), even, spec, held, 0.1).ids.tolist() == [[8, 9, 10, 11]]
-    for value in (np.nan, np.inf, -np.inf):
-        row = logits(1)
-        row[0, 3] = value
-        with np.errstate(all="ignore"):
-            own = route(row, spec)
-            assert substituted(own, row, spec, held, 100.0) is own
 
 
 def test_exp_and_sigmoid_are_near_the_libraries() -> None:

@@ -1,4 +1,4 @@
-"""`ondevice train expert-costs` measures what lossy options cost, and the bundle carries it."""
+"""`ondevice train expert-costs` measures what fewer experts cost, and the bundle carries it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
 from ondevice.runtime.resolving import resolve
 from ondevice.scoring import Tally
-from ondevice.training import SUBSTITUTIONS, train_expert_costs
+from ondevice.training import train_expert_costs
 from tests.support.command_line import Run
 from tests.support.families import CASES, write_model
 from tests.support.trained_models import MIXTURE
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "bundle"
-    train_expert_costs(folder, pieces=PIECES, output=output, substitutions=(0.5, 100.0))
+    train_expert_costs(folder, pieces=PIECES, output=output)
     return output
 
 
@@ -71,25 +71,15 @@ def perplexity(folder: Path, **options: Any) -> float:
 
 def test_costs_are_those_of_runs_token_by_token(folder: Path, trained: Path) -> None:
     found = costs_of(trained)
-    assert [(it.experts, it.substitution) for it in found.points] == [
-        (3, 0.0),
-        (2, 0.0),
-        (1, 0.0),
-        (3, 0.5),
-        (3, 100.0),
-    ]
+    assert [point.experts for point in found.points] == [3, 2, 1]
     assert found.measured_tokens == sum(map(len, PIECES))
     assert found.in_memory == 13
-    for point in found.points[:3]:
+    for point in found.points:
         assert point.perplexity == perplexity(folder, experts=point.experts)
-        assert point.substituted == 0.0
-    own, _, one, near, far = found.points
-    assert own.agreement == 1.0
-    assert one.agreement < 1.0
-    assert 0.0 < own.hits < 1.0
-    assert 0.0 < near.substituted < far.substituted
-    assert own.hits < near.hits < far.hits
-    assert len({point.perplexity for point in found.points}) == 5
+    assert found.baseline.agreement == 1.0
+    assert found.points[2].agreement < 1.0
+    assert 0.0 < found.baseline.hits < 1.0
+    assert len({point.perplexity for point in found.points}) == 3
 
 
 def test_inspect_prints_them(ondevice: Run, folder: Path, trained: Path) -> None:
@@ -99,13 +89,12 @@ def test_inspect_prints_them(ondevice: Run, folder: Path, trained: Path) -> None
     assert shown["in_memory"] == 13
     assert [point["perplexity"] for point in shown["points"]] == [it.perplexity for it in found.points]
     assert "token by token on 60 tokens, with room for 13 experts" in text
-    own, cost = found.own.perplexity, found.points[2].perplexity
+    own, cost = found.baseline.perplexity, found.points[2].perplexity
     assert own is not None
     assert cost is not None
     (line,) = (line for line in text.splitlines() if line.strip().startswith("--experts 1"))
     assert f"{cost:.3f}" in line
     assert f"{100 * (cost / own - 1):+.2f} %" in line
-    assert "--expert-substitution 0.5" in text
     plain = ondevice("inspect", "-m", folder, "--json").json
     assert plain["expert_costs"] is None
     assert plain["bundle_bytes"] + (trained / MANIFEST).stat().st_size == inspection(resolved)["bundle_bytes"]
@@ -115,14 +104,13 @@ def test_the_command_measures(ondevice: Run, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("The restaurant is near the river, and cheap.\n" * 8)
     command = ("train", "expert-costs", "-m", MIXTURE, "--text", tmp_path / "text", "--tokens", 20)
     shown = ondevice(*command, "-o", tmp_path / "a", "--json").json
-    assert [point["experts"] for point in shown["points"]] == [4, 3, 2, 1, 4, 4, 4, 4]
-    assert [point["substitution"] for point in shown["points"][4:]] == list(SUBSTITUTIONS)
+    assert [point["experts"] for point in shown["points"]] == [4, 3, 2, 1]
     assert shown["in_memory"] == 104
     assert shown["points"] == [asdict(point) for point in costs_of(tmp_path / "a").points]
     table = ondevice(*command, "-o", tmp_path / "b").out
     assert table == expert_cost_table(costs_of(tmp_path / "b")) + "\n"
     measured = (costs_of(tmp_path / name) for name in "ab")
-    assert len({tuple(point.perplexity for point in found.points[:4]) for found in measured}) == 1
+    assert len({tuple(point.perplexity for point in found.points) for found in measured}) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,11 +122,9 @@ def test_the_command_measures(ondevice: Run, tmp_path: Path) -> None:
         ({"in_memory": 25}, "in_memory"),
         ({"experts": 2}, "must begin with the model's own 3"),
         ({"experts": 4}, "experts"),
-        ({"substitution": 101.0}, "substitution"),
         ({"perplexity": -1.0}, "perplexity"),
         ({"agreement": 1.5}, "agreement"),
         ({"hits": -0.5}, "hits"),
-        ({"substituted": 2.0}, "substituted"),
     ],
 )
 def test_values_out_of_range_are_refused(
@@ -149,7 +135,7 @@ def test_values_out_of_range_are_refused(
     if set(changes) <= set(ExpertCosts.__dataclass_fields__):
         wrong = replace(found, **changes)
     else:
-        wrong = replace(found, points=(replace(found.own, **changes), *found.points[1:]))
+        wrong = replace(found, points=(replace(found.baseline, **changes), *found.points[1:]))
     (copied / MANIFEST).write_bytes(expert_costs_text(wrong))
     with pytest.raises(BundleError, match=match):
         verify(copied, _native.crc32c)
@@ -158,11 +144,11 @@ def test_values_out_of_range_are_refused(
         assert model.generate(tokens=PIECES[0][:4], max_tokens=2).tokens
 
 
-def test_an_edit_and_options_named_twice_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_an_edit_and_a_number_named_twice_are_refused(trained: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(trained, tmp_path / "copied"))
     found = costs_of(copied)
-    (copied / MANIFEST).write_bytes(expert_costs_text(replace(found, points=(*found.points, found.own))))
-    with pytest.raises(BundleError, match="name no options twice"):
+    (copied / MANIFEST).write_bytes(expert_costs_text(replace(found, points=(*found.points, found.baseline))))
+    with pytest.raises(BundleError, match="name no number twice"):
         verify(copied, _native.crc32c)
     (copied / MANIFEST).write_bytes(expert_costs_text(found))
     verify(copied, _native.crc32c)
@@ -175,7 +161,7 @@ def test_an_edit_and_options_named_twice_are_refused(trained: Path, tmp_path: Pa
 
 def test_a_model_without_experts_has_none(chat_bundle: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(chat_bundle, tmp_path / "copied"))
-    point = ExpertCost(1, 0.0, 2.0, 1.0, 1.0, 0.0)
+    point = ExpertCost(1, 2.0, 1.0, 1.0)
     costs = ExpertCosts(weights_digest(Bundle.open(copied).manifest), 10, 1, (point,))
     (copied / MANIFEST).write_bytes(expert_costs_text(costs))
     with pytest.raises(BundleError, match="this model has no experts: delete it"):
@@ -187,8 +173,6 @@ def test_a_model_without_experts_has_none(chat_bundle: Path, tmp_path: Path) -> 
 def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too short to measure"):
         train_expert_costs(folder, pieces=[[5]], output=tmp_path / "a")
-    with pytest.raises(UsageError, match="expert_substitution is 101"):
-        train_expert_costs(folder, pieces=PIECES, output=tmp_path / "a", substitutions=(101.0,))
     with pytest.raises(UsageError, match="exists; choose a new folder"):
         train_expert_costs(folder, pieces=PIECES, output=folder)
     write_model(tmp_path / "source", *CASES["phimoe"])

@@ -26,7 +26,7 @@ STATS = [
     "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",
-    "synchronised_seconds", "experts", "expert_substitution", "substituted_experts", "restored_tokens",
+    "synchronised_seconds", "experts", "restored_tokens",
     "reused_tokens",
     "drafting",
 ]  # fmt: skip

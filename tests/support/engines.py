@@ -87,7 +87,6 @@ def expert_fetcher(
     reader: FlashReader,
     backend: CpuBackend,
     slots: int | None = None,
-    substitution: float = 0.0,
 ) -> ExpertFetcher:
     """Experts for a backend that has loaded a bundle: all in memory, or in `slots` slots, one a segment."""
     config, experts = bundle.config, bundle.config.experts
@@ -101,7 +100,6 @@ def expert_fetcher(
         shape.slot_bytes,
         1,
         shape.reserve,
-        substitution=substitution,
         of_model=experts,
     )
     total = experts.count * sum(spec is not None for spec in specs)
