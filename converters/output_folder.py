@@ -212,8 +212,8 @@ class OutputFolder:
 
     def _inner_folders(self) -> list[Path]:
         """The copy, and the folders that an interrupted ordering leaves beside it."""
-        found = [self.partial / (self.output.name + suffix) for suffix in ("", PARTIAL, REPLACED)]
-        return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
+        folders = [self.partial / (self.output.name + suffix) for suffix in ("", PARTIAL, REPLACED)]
+        return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
     def discard(self) -> None:
         """Delete the partial folder with the files that conversions put there. Raises OndeviceError."""

@@ -72,8 +72,8 @@ class RoundedRows:
     def taken(self, picks: slice | NDArray[np.int64]) -> RoundedRows:
         """Some of the rows, in the order of `picks`."""
         rows = self.rows
-        found = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
-        return RoundedRows(found, self.cols, self.squares[picks])
+        picked = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
+        return RoundedRows(picked, self.cols, self.squares[picks])
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") 
             bias = np.where(bias == 0, w[:, :, 0], bias)
             scale, bias = (x.astype(np.float16).astype(np.float32)[:, :, None] for x in (scale, bias))
             q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
-    whole = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
-    codes = pack(whole, bits)
+    all_codes = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
+    codes = pack(all_codes, bits)
     codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
     empty = ((0, 0), (0, layout.groups - groups))
     scales, biases = (np.pad(x[:, :, 0].astype(np.float16), empty) for x in (scale, bias))
@@ -339,18 +339,18 @@ def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedR
 
 def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> NDArray[np.float32]:
     """(R, cols) float32 values of quantised rows."""
-    own = row_format(stored)
-    if own.bits == 16:
+    layout = row_format(stored)
+    if layout.bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
-    q = unpack(rows.codes, own.bits)
-    if own.mxfp4:
-        return (E2M1[q] * np.repeat(powers(rows.scales), own.group_size, axis=1))[:, :cols]
-    if own.two_levels:
-        return values_of_two_levels(q, rows.scales.view(np.uint8), own)[:, :cols]
-    if own.scales == "table":
-        return values_of_table(q, rows.scales, own)[:, :cols]
-    biases = np.float32(-own.zero) * rows.scales if own.implied_bias else rows.biases
-    scale, bias = (np.repeat(x.astype(np.float32), own.group_size, axis=1) for x in (rows.scales, biases))
+    q = unpack(rows.codes, layout.bits)
+    if layout.mxfp4:
+        return (E2M1[q] * np.repeat(powers(rows.scales), layout.group_size, axis=1))[:, :cols]
+    if layout.two_levels:
+        return values_of_two_levels(q, rows.scales.view(np.uint8), layout)[:, :cols]
+    if layout.scales == "table":
+        return values_of_table(q, rows.scales, layout)[:, :cols]
+    biases = np.float32(-layout.zero) * rows.scales if layout.implied_bias else rows.biases
+    scale, bias = (np.repeat(x.astype(np.float32), layout.group_size, axis=1) for x in (rows.scales, biases))
     return (scale * q.astype(np.float32) + bias)[:, :cols]
 
 
@@ -405,9 +405,9 @@ def sampled_error(
     """
     picks = _sampled_rows(len(rows.codes))
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
-    found = _dequantized(runner, chosen, stored)
+    values = _dequantized(runner, chosen, stored)
     if copied:
-        return SquaredError(0.0, _squares(found.astype(np.float64)))
+        return SquaredError(0.0, _squares(values.astype(np.float64)))
     if isinstance(source, SourceCodes):
         taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
         cols = taken.codes.shape[1] * 8 // row_format(stored).bits
@@ -416,7 +416,7 @@ def sampled_error(
         exact = to_float32(source[picks]).astype(np.float64)
     else:
         exact = source.decoded(picks).astype(np.float64)
-    return SquaredError(_squares(found[:, : exact.shape[1]] - exact), _squares(exact))
+    return SquaredError(_squares(values[:, : exact.shape[1]] - exact), _squares(exact))
 
 
 @lru_cache

@@ -103,7 +103,7 @@ def read_blocks(
         rows = checkpoint.tensors[names.PER_LAYER]
         yield from _matrix(PER_LAYER, RECORDS_TENSOR, "per_layer", rows, quant.plain, rounded)
     specs = resident_tensors(checkpoint.config, quant)
-    resident = groupby(resident_sources(checkpoint), lambda found: layer_of(RESIDENT, found[0], layers))
+    resident = groupby(resident_sources(checkpoint), lambda entry: layer_of(RESIDENT, entry[0], layers))
     for layer, tensors in resident:
         for tensor, sources in tensors:
             if wanted(RESIDENT, tensor):
@@ -116,8 +116,8 @@ def layer_of(file: str, tensor: str, layers: int) -> int:
     """The layer with which a record file or resident tensor is written; `layers` for what follows them."""
     if tensor == POSITIONS:
         return 0
-    found = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
-    return int(found[1]) if found else layers
+    match = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
+    return int(match[1]) if match else layers
 
 
 def _layer_records(
@@ -243,8 +243,8 @@ def _columns_bytes(down: SourceTensor, quant: QuantConfig) -> int:
 def _neurons(
     checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Block]:
-    found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
-    *by_rows, down = (checkpoint.tensors[name] for name in found)
+    matrices = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+    *by_rows, down = (checkpoint.tensors[name] for name in matrices)
     sources = (*(source.name for source in by_rows), down.name)
     stored = quant.of("feed_forward")
     kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")

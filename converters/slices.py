@@ -68,13 +68,13 @@ def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
         # What an interrupted run left is of no use: claiming the folder deletes it.
         folder.check(resume=True, force=force)
         folder.claim(resume=False)
-        whole = False
+        complete = False
         try:
             folder.check_space(_written_bytes(bundle, folder.partial))
             _fill(bundle, folder.partial)
-            whole = True
+            complete = True
         finally:
-            if not whole:
+            if not complete:
                 folder.discard()
         folder.publish()
     return output
@@ -124,7 +124,7 @@ def _fill(bundle: Bundle, folder: Path) -> None:
 
 def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
     """Write the slice's sidecars, which belong to the weights of `manifest`."""
-    config, own = bundle.config, weights_digest(manifest)
+    config, digest_of_weights = bundle.config, weights_digest(manifest)
     layered: list[tuple[Sidecar, Any, Callable[[Any], bytes], Callable[[], Mapping[str, TensorSpec]]]] = []
     if (predictors := bundle.predictors) is not None:
         of_predictors = predictor_tensors(config, predictors.bits, predictors.ranks)
@@ -135,18 +135,22 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
         source = bundle.added_file(sidecar.tensors)
         digest = _copy_tensors(bundle, source, tensors(), folder / sidecar.tensors)
         crcs = tuple(map(int, digest.crcs()))
-        save_sidecar(sidecar, text(replace(content, model=own, sha256=digest.sha256(), crcs=crcs)), folder)
+        save_sidecar(
+            sidecar,
+            text(replace(content, model=digest_of_weights, sha256=digest.sha256(), crcs=crcs)),
+            folder,
+        )
     if bundle.hotness is not None and (shares := bundle.frequencies()) is not None:
         data = frequencies_bytes(shares, config)
-        hotness = replace(bundle.hotness, model=own, sha256=hashlib.sha256(data).hexdigest())
+        hotness = replace(bundle.hotness, model=digest_of_weights, sha256=hashlib.sha256(data).hexdigest())
         _save(HOTNESS_SIDECAR, {HOTNESS: data}, hotness_text(hotness), folder)
     if bundle.expert_use is not None and (counts := bundle.expert_counts()) is not None:
         data = expert_counts_bytes(counts)
-        use = replace(bundle.expert_use, model=own, sha256=hashlib.sha256(data).hexdigest())
+        use = replace(bundle.expert_use, model=digest_of_weights, sha256=hashlib.sha256(data).hexdigest())
         _save(EXPERT_USE_SIDECAR, {EXPERT_USE: data}, expert_use_text(use), folder)
     if bundle.token_counts is not None:
         _link(bundle.path / TOKEN_COUNTS, folder)
-        counted = token_counts_text(replace(bundle.token_counts, model=own))
+        counted = token_counts_text(replace(bundle.token_counts, model=digest_of_weights))
         _save(TOKEN_COUNTS_SIDECAR, {}, counted, folder)
     if bundle.ngrams is not None:
         for name in NGRAMS_SIDECAR.files:
@@ -154,7 +158,7 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
     for layer in (bundle.eagle, bundle.mtp):
         if layer is not None:
             _link(bundle.path / layer.sidecar.tensors, folder)
-            _save(layer.sidecar, {}, draft_layer_text(replace(layer, model=own)), folder)
+            _save(layer.sidecar, {}, draft_layer_text(replace(layer, model=digest_of_weights)), folder)
 
 
 def _save(sidecar: Sidecar, files: Mapping[str, bytes], text: bytes, folder: Path) -> None:

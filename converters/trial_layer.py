@@ -142,8 +142,8 @@ class LayerByLayer:
         inputs = None if inputs is None else np.array(inputs)
         owners = {layer.attention.keys_of for layer in config.layers}
         for layer in range(config.num_layers):
-            own = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
-            copies, blocks = self._through(layer, copies, own)
+            layer_inputs = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
+            copies, blocks = self._through(layer, copies, layer_inputs)
             if layer in owners:
                 self._keys[layer] = blocks
         return copies[0] if len(copies) == 1 else np.array(self._around().leaving(copies))
@@ -180,8 +180,8 @@ class LayerByLayer:
         model = Transformer(alone, backend, ModelWeights(table, [weights] * len(layers), None, None))
         layout = KVLayout(alone, 16)
         kv = SequenceState(layout) if owner is None else state_over(layout, self._keys[owner])
-        found = model.layer(len(layers) - 1, copies, self._tokens, kv, inputs)
-        return _held(found), kv.blocks
+        outputs = model.layer(len(layers) - 1, copies, self._tokens, kv, inputs)
+        return _held(outputs), kv.blocks
 
     def _neurons(self, layer: int, loaded: Mapping[str, Any]) -> CpuFeedForward | CpuSlices:
         config, spec = self._config, self._config.layers[layer]

@@ -29,8 +29,8 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     """Each layer's tensors by the new names. names: old name to new name, after `model.layers.N.`."""
 
     def new(name: str) -> str:
-        found = _LAYER.fullmatch(name)
-        return name if found is None else found[1] + names.get(found[2], found[2])
+        match = _LAYER.fullmatch(name)
+        return name if match is None else match[1] + names.get(match[2], match[2])
 
     return {new(name): tensor for name, tensor in tensors.items()}
 
@@ -49,7 +49,7 @@ def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if (found := _NUMBER.match(name)) is None or int(found[1]) < config.num_layers
+        if (match := _NUMBER.match(name)) is None or int(match[1]) < config.num_layers
     }
 
 
@@ -58,10 +58,10 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
 
     Raises CheckpointError if it has another number of rows.
     """
-    found = dict(tensors)
+    adapted = dict(tensors)
     total = sum(parts.values())
     for layer in range(config.num_layers):
-        fused = found.pop(f"model.layers.{layer}.{name}", None)
+        fused = adapted.pop(f"model.layers.{layer}.{name}", None)
         if fused is None:
             continue
         if not fused.shape or fused.shape[0] != total:
@@ -72,9 +72,9 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
         first = 0
         for part, rows in parts.items():
             new = f"model.layers.{layer}.{part}"
-            found[new] = RowsOf(new, fused, np.arange(first, first + rows))
+            adapted[new] = RowsOf(new, fused, np.arange(first, first + rows))
             first += rows
-    return found
+    return adapted
 
 
 def split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -102,7 +102,7 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
         interleaved: whether pairs are (2 i, 2 i + 1) there, and not (i, i + half of what turns).
     """
     orders = [_halves_order(rope, interleaved) for rope in config.ropes]
-    found = dict(tensors)
+    adapted = dict(tensors)
     for layer, spec in enumerate(config.layers):
         name, order, sizes = LayerNames(layer), orders[spec.attention.rope], config.heads(spec.attention)
         width = sizes.width
@@ -111,17 +111,17 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
         for which, heads in (("q", sizes.queries), ("k", sizes.keys)):
             norm, norm_bias = name.head_norm(which), name.head_norm_bias(which)
             for tensor in (name.projection(which), name.projection_bias(which), norm, norm_bias):
-                if tensor not in found:
+                if tensor not in adapted:
                     continue
-                source = found[tensor]
+                source = adapted[tensor]
                 count = source.shape[0] // width if source.shape else 0
                 if count * width != (source.shape or (0,))[0] or count not in (1, heads):
                     raise CheckpointError(
                         f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} "
                         f"rows; {SAME_REPOSITORY}"
                     )
-                found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
-    return found
+                adapted[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
+    return adapted
 
 
 def _halves_order(rope: RopeSpec, interleaved: bool) -> list[int]:
@@ -161,10 +161,10 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
     group = config.num_heads // heads
     rows = np.arange(config.qkv_size).reshape(heads, group + 2, width)
     picks = {"q": rows[:, :group], "k": rows[:, group], "v": rows[:, group + 1]}
-    found = dict(tensors)
+    adapted = dict(tensors)
     for layer in range(config.num_layers):
         for kind in ("weight", "bias"):
-            fused = found.pop(f"model.layers.{layer}.{name}.{kind}", None)
+            fused = adapted.pop(f"model.layers.{layer}.{name}.{kind}", None)
             if fused is None:
                 continue
             if not fused.shape or fused.shape[0] != config.qkv_size:
@@ -174,8 +174,8 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
                 )
             for which, chosen in picks.items():
                 new = f"model.layers.{layer}.self_attn.{which}_proj.{kind}"
-                found[new] = RowsOf(new, fused, chosen.reshape(-1))
-    return found
+                adapted[new] = RowsOf(new, fused, chosen.reshape(-1))
+    return adapted
 
 
 def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -183,19 +183,19 @@ def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     Raises CheckpointError where the second block has a norm of its own.
     """
-    found = dict(tensors)
+    adapted = dict(tensors)
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
         for norm in (name.norm, name.norm_bias) if spec.parallel else ():
-            own, shared = norm("feed_forward_norm"), norm("attention_norm")
-            if own in found:
+            second, shared = norm("feed_forward_norm"), norm("attention_norm")
+            if second in adapted:
                 raise CheckpointError(
-                    f"{own} is there, but by config.json both blocks of a layer read {shared}; "
+                    f"{second} is there, but by config.json both blocks of a layer read {shared}; "
                     f"{SAME_REPOSITORY}"
                 )
-            if shared in found:
-                found[own] = found[shared]
-    return found
+            if shared in adapted:
+                adapted[second] = adapted[shared]
+    return adapted
 
 
 def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -204,32 +204,34 @@ def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
     A checkpoint has one for all heads (`q_layernorm.weight`), or one for each (`q_layernorm.norms.0.weight`
     and so on); without biases, these are 0.
     """
-    found = dict(tensors)
+    adapted = dict(tensors)
     for layer in range(config.num_layers):
         name = LayerNames(layer)
         for which, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
             stem = f"model.layers.{layer}.self_attn.{which}_layernorm"
             for kind, new in (("weight", name.head_norm(which)), ("bias", name.head_norm_bias(which))):
-                shared = found.pop(f"{stem}.{kind}", None)
-                each = [found.pop(f"{stem}.norms.{head}.{kind}", None) for head in range(heads)]
-                own = [tensor for tensor in each if tensor is not None]
+                shared = adapted.pop(f"{stem}.{kind}", None)
+                each = [adapted.pop(f"{stem}.norms.{head}.{kind}", None) for head in range(heads)]
+                head_norms = [tensor for tensor in each if tensor is not None]
                 if shared is not None and shared.shape == (config.head_dim,):
-                    found[new] = Joined(new, (shared,) * heads)
-                elif len(own) == heads and all(tensor.shape == (config.head_dim,) for tensor in own):
-                    found[new] = Joined(new, tuple(own))
+                    adapted[new] = Joined(new, (shared,) * heads)
+                elif len(head_norms) == heads and all(
+                    tensor.shape == (config.head_dim,) for tensor in head_norms
+                ):
+                    adapted[new] = Joined(new, tuple(head_norms))
             weight, bias = name.head_norm(which), name.head_norm_bias(which)
-            if weight in found and bias not in found:
-                found[bias] = Scaled(bias, found[weight], factor=0.0)
-    return found
+            if weight in adapted and bias not in adapted:
+                adapted[bias] = Scaled(bias, adapted[weight], factor=0.0)
+    return adapted
 
 
 def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
     """The tensors by new names. prefixes: beginning of a name to what stands in its place."""
-    found = {}
+    named = {}
     for name, tensor in tensors.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-    return found
+        named[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+    return named
 
 
 def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
@@ -242,22 +244,22 @@ def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
 
 def outputs_scaled(tensors: Tensors, config: ModelConfig, factor: float) -> Tensors:
     """What attention and feed-forward add to the residual, times `factor`."""
-    found = dict(tensors)
+    scaled = dict(tensors)
     for layer in range(config.num_layers):
         name, experts = LayerNames(layer), config.layers[layer].experts
         downs = [name.down, *(name.expert(e, "down") for e in range(experts.count if experts else 0))]
         for tensor in (name.projection("o"), name.projection_bias("o"), *downs):
-            if tensor in found and factor != 1.0:
-                found[tensor] = Scaled(tensor, found[tensor], factor)
-    return found
+            if tensor in scaled and factor != 1.0:
+                scaled[tensor] = Scaled(tensor, scaled[tensor], factor)
+    return scaled
 
 
 def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
     """Logits times `factor`: the last norm's weight, as nothing but the head follows it."""
-    found = dict(tensors)
-    if FINAL_NORM in found and factor != 1.0:
-        found[FINAL_NORM] = Scaled(FINAL_NORM, found[FINAL_NORM], factor)
-    return found
+    scaled = dict(tensors)
+    if FINAL_NORM in scaled and factor != 1.0:
+        scaled[FINAL_NORM] = Scaled(FINAL_NORM, scaled[FINAL_NORM], factor)
+    return scaled
 
 
 def written_by_mlx(tensors: Tensors, ending: str) -> bool:

@@ -345,9 +345,9 @@ def check_code(reader: ConfigReader, module: str) -> None:
     `modeling_phi3`.
     """
     code = reader.section("auto_map") or {}
-    own = (f"configuration_{module}.", f"modeling_{module}.")
+    module_prefixes = (f"configuration_{module}.", f"modeling_{module}.")
     for key, value in code.items():
-        if key != "AutoTokenizer" and not str(value).rpartition("--")[2].startswith(own):
+        if key != "AutoTokenizer" and not str(value).rpartition("--")[2].startswith(module_prefixes):
             raise UnsupportedModelError(
                 f"config.json: auto_map is {shown(code)}, which isn't {module}'s own code"
             )

@@ -78,10 +78,10 @@ def _read(
     latent = _read_latent(reader, defaults)
     sizes = read_sizes(reader, max_context=max_context, head_dim=latent.turning)
     wanted = {"head_dim": latent.turning, "num_key_value_heads": sizes.num_heads}
-    for key, found in (("head_dim", sizes.head_dim), ("num_key_value_heads", sizes.num_kv_heads)):
-        if found != wanted[key]:
+    for key, size in (("head_dim", sizes.head_dim), ("num_key_value_heads", sizes.num_kv_heads)):
+        if size != wanted[key]:
             raise UnsupportedModelError(
-                f"config.json: {key} is {found}; with latent attention it must be {wanted[key]}, as other "
+                f"config.json: {key} is {size}; with latent attention it must be {wanted[key]}, as other "
                 f"keys have it; {OWN_CONFIG}"
             )
     reader.only("qk_head_dim", latent.query_width)
@@ -188,8 +188,8 @@ def experts_of_v3(
 
 
 def _adapt(latent: LatentSpec, interleaved: bool, config: ModelConfig, tensors: Tensors) -> Tensors:
-    own = without_layers_ahead(tensors, config)
-    found = dict(renamed(own, RENAMED))
+    model_tensors = without_layers_ahead(tensors, config)
+    adapted = dict(renamed(model_tensors, RENAMED))
     heads, of_head = config.num_heads, latent.key_dim + latent.value_dim
     for layer in range(config.num_layers):
         name = LayerNames(layer)
@@ -198,26 +198,26 @@ def _adapt(latent: LatentSpec, interleaved: bool, config: ModelConfig, tensors: 
             (queries, heads, latent.query_width),
             (name.projection("kv"), 1, latent.width),
         ):
-            if interleaved and tensor in found:
-                found[tensor] = in_turning_halves(found[tensor], tensor, count, width, latent.turning)
+            if interleaved and tensor in adapted:
+                adapted[tensor] = in_turning_halves(adapted[tensor], tensor, count, width, latent.turning)
         keys, values = name.weight("attention.latent_keys"), name.weight("attention.latent_values")
         for part, new, shape in (
             ("embed_q", keys, (heads, latent.rank, latent.key_dim)),
             ("unembed_out", values, (heads, latent.value_dim, latent.rank)),
         ):
-            if (stack := found.pop(f"model.layers.{layer}.self_attn.{part}.weight", None)) is not None:
+            if (stack := adapted.pop(f"model.layers.{layer}.self_attn.{part}.weight", None)) is not None:
                 check_shape(stack, shape)
-                found[new] = piece(stack, new, 0, 1)
-        both = found.pop(f"model.layers.{layer}.self_attn.kv_b_proj.weight", None)
+                adapted[new] = piece(stack, new, 0, 1)
+        both = adapted.pop(f"model.layers.{layer}.self_attn.kv_b_proj.weight", None)
         if both is None:
             continue
         check_shape(both, (heads * of_head, latent.rank))
-        if keys in found or values in found:
+        if keys in adapted or values in adapted:
             raise CheckpointError(f"{both.name} is there whole and in parts; {SAME_REPOSITORY}")
-        found[keys] = HeadsTransposed(keys, both, heads, latent.key_dim)
+        adapted[keys] = HeadsTransposed(keys, both, heads, latent.key_dim)
         rows = np.arange(heads * of_head).reshape(heads, of_head)[:, latent.key_dim :]
-        found[values] = RowsOf(values, both, rows.reshape(-1), latent.value_dim)
-    return join_experts(found, config, NAMES)
+        adapted[values] = RowsOf(values, both, rows.reshape(-1), latent.value_dim)
+    return join_experts(adapted, config, NAMES)
 
 
 _LATENT = LatentSpec(512, 64, 128, 128, 1536)

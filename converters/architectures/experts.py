@@ -63,13 +63,13 @@ MIXTRAL_NAMES = ExpertNames(
 
 def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> int:
     """The number of experts, which stands under one of `keys`, or under several that agree."""
-    found = {key: reader.integer(key) for key in keys if reader.has(key) and not reader.is_null(key)}
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"config.json: {' and '.join(found)} differ: {list(found.values())}")
-    count = next(iter(found.values())) if found else reader.integer(keys[0], default)
+    counts = {key: reader.integer(key) for key in keys if reader.has(key) and not reader.is_null(key)}
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"config.json: {' and '.join(counts)} differ: {list(counts.values())}")
+    count = next(iter(counts.values())) if counts else reader.integer(keys[0], default)
     if not 1 <= count <= MAX_EXPERTS:
         raise UnsupportedModelError(
-            f"config.json: {next(iter(found), keys[0])} is {count}; it must be from 1 to {MAX_EXPERTS}"
+            f"config.json: {next(iter(counts), keys[0])} is {count}; it must be from 1 to {MAX_EXPERTS}"
         )
     return count
 
@@ -132,7 +132,7 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
     """
     for which in ("gate", "up", "down"):
         tensors = unstacked(tensors, config, f"{names.stack}{which}_proj.weight", names.of(which))
-    found = dict(tensors)
+    joined = dict(tensors)
     for layer, spec in enumerate(config.layers):
         if spec.experts is None:
             continue
@@ -145,33 +145,33 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
             if dense:
                 sources.insert(0, f"{prefix}{names.shared}{which}_proj.weight")
             widths = [dense] * (dense > 0) + [spec.experts.neurons] * spec.experts.count
-            parts = _parts(found, sources, widths, config.hidden_size, which == "down")
+            parts = _parts(joined, sources, widths, config.hidden_size, which == "down")
             if spec.experts.layout == "neurons":
-                found[ours] = Matrices(ours, parts, which == "down")
+                joined[ours] = Matrices(ours, parts, which == "down")
                 continue
-            own = [ours] * (dense > 0) + [name.expert(e, which) for e in range(spec.experts.count)]
-            found |= zip(own, parts, strict=True)
+            part_names = [ours] * (dense > 0) + [name.expert(e, which) for e in range(spec.experts.count)]
+            joined |= zip(part_names, parts, strict=True)
             if spec.experts.bias:
-                _name_biases(found, name, pattern, which, spec.experts.count)
+                _name_biases(joined, name, pattern, which, spec.experts.count)
         for theirs, new in (
             (names.router, "router"),
             (names.router_bias, "router.bias"),
             (names.choice_bias, "router.choice_bias"),
             (names.shared_gate, "shared_gate"),
         ):
-            if theirs and prefix + theirs in found:
-                found[name.weight(new)] = found.pop(prefix + theirs)
-    return found
+            if theirs and prefix + theirs in joined:
+                joined[name.weight(new)] = joined.pop(prefix + theirs)
+    return joined
 
 
 def _name_biases(
-    found: dict[str, SourceTensor], name: LayerNames, pattern: str, which: str, count: int
+    tensors: dict[str, SourceTensor], name: LayerNames, pattern: str, which: str, count: int
 ) -> None:
     """Give the biases of the matrices that are named by `pattern` their names here."""
     bias = pattern.removesuffix("weight") + "bias"
     for expert in range(count):
-        if (source := found.pop(bias.format(expert), None)) is not None:
-            found[name.expert_bias(expert, which)] = source
+        if (source := tensors.pop(bias.format(expert), None)) is not None:
+            tensors[name.expert_bias(expert, which)] = source
 
 
 def _parts(
@@ -179,11 +179,11 @@ def _parts(
     sources: Sequence[str],
     widths: Sequence[int],
     hidden: int,
-    beside: bool,
+    neurons_are_columns: bool,
 ) -> tuple[SourceTensor, ...]:
     """The matrices `sources`, taken out of `tensors`.
 
-    widths: neurons of each. beside: whether neurons are their columns.
+    widths: neurons of each. neurons_are_columns: whether neurons are their columns.
     """
     missing = [source for source in sources if source not in tensors]
     if missing:
@@ -193,7 +193,7 @@ def _parts(
         )
     parts = tuple(tensors.pop(source) for source in sources)
     for part, width in zip(parts, widths, strict=True):
-        wanted = (hidden, width) if beside else (width, hidden)
+        wanted = (hidden, width) if neurons_are_columns else (width, hidden)
         if part.shape != wanted or not _alike(part, parts[0]):
             before = ", as they were before they were quantised" if part.code_bits else ""
             raise CheckpointError(
@@ -221,10 +221,10 @@ def unstacked(
 
     Raises CheckpointError for another shape, and for experts that are there by themselves as well.
     """
-    found = dict(tensors)
+    adapted = dict(tensors)
     for layer, spec in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
-        stack = None if spec.experts is None else found.pop(prefix + name, None)
+        stack = None if spec.experts is None else adapted.pop(prefix + name, None)
         if spec.experts is None or stack is None:
             continue
         shape, parts = stack.shape, len(named(0))
@@ -236,10 +236,10 @@ def unstacked(
         for expert in range(shape[0]):
             for part, new in enumerate(named(expert)):
                 full = prefix + new
-                if full in found:
+                if full in adapted:
                     raise CheckpointError(f"{full} and {stack.name} are the same; {SAME_REPOSITORY}")
-                found[full] = piece(stack, full, expert * parts + part, shape[0] * parts)
-    return found
+                adapted[full] = piece(stack, full, expert * parts + part, shape[0] * parts)
+    return adapted
 
 
 def piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:

@@ -87,8 +87,8 @@ def _read(reader: ConfigReader) -> Description:
 
 def _adapt(config: ModelConfig, shares_norm: bool, tensors: Tensors) -> Tensors:
     tensors = renamed(under_model(tensors, PREFIXES), NAMES)
-    found = split_grouped(tensors, config, "self_attention.query_key_value")
-    return one_norm_for_both(found, config) if shares_norm else found
+    adapted = split_grouped(tensors, config, "self_attention.query_key_value")
+    return one_norm_for_both(adapted, config) if shares_norm else adapted
 
 
 FALCON = Family("falcon", "FalconForCausalLM", _read)

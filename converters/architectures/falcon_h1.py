@@ -136,17 +136,17 @@ def _adapt(
     logits: float,
 ) -> Tensors:
     """channels: factors of x, b and c. neurons: of gates, and of what a feed-forward adds."""
-    found = dict(renamed(tensors, NAMES))
-    if (norm := found.pop("model.final_layernorm.weight", None)) is not None:
-        found[FINAL_NORM] = norm
+    adapted = dict(renamed(tensors, NAMES))
+    if (norm := adapted.pop("model.final_layernorm.weight", None)) is not None:
+        adapted[FINAL_NORM] = norm
     gates, outputs = neurons
     for layer in range(config.num_layers):
         name = LayerNames(layer)
         # The norm before them scales gates and ups alike.
         for tensor, factor in ((name.norm("feed_forward_norm"), gates), (name.down, outputs / gates)):
-            if tensor in found and factor != 1.0:
-                found[tensor] = Scaled(tensor, found[tensor], factor)
-    return logits_scaled(mixer_tensors(found, config, channels), logits)
+            if tensor in adapted and factor != 1.0:
+                adapted[tensor] = Scaled(tensor, adapted[tensor], factor)
+    return logits_scaled(mixer_tensors(adapted, config, channels), logits)
 
 
 FALCON_H1 = Family("falcon_h1", "FalconH1ForCausalLM", _read)

@@ -158,13 +158,13 @@ def key_owners(kinds: list[str], shared: int) -> list[int | None]:
         raise UnsupportedModelError(
             f"config.json: num_kv_shared_layers is {shared}; it must be from 0 to {len(kinds) - 1}"
         )
-    own = kinds[:first]
-    if missing := set(kinds) - set(own):
+    owner_kinds = kinds[:first]
+    if missing := set(kinds) - set(owner_kinds):
         raise UnsupportedModelError(
             f"config.json: {', '.join(sorted(missing))} has no layer with keys and values of its own, as "
             f"num_kv_shared_layers is {shared}"
         )
-    last = {kind: first - 1 - own[::-1].index(kind) for kind in set(own)}
+    last = {kind: first - 1 - owner_kinds[::-1].index(kind) for kind in set(owner_kinds)}
     return [None] * first + [last[kind] for kind in kinds[first:]]
 
 
@@ -209,30 +209,30 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
 
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
-    found = without_shared_keys(dict(renamed(tensors, NAMES)), config)
+    adapted = without_shared_keys(dict(renamed(tensors, NAMES)), config)
     for layer in range(config.num_layers):
         norm = LayerNames(layer).weight("copies.norm.weight")
-        if norm in found:
-            found[norm] = Scaled(norm, found[norm], 1.0 / config.hidden_size)
+        if norm in adapted:
+            adapted[norm] = Scaled(norm, adapted[norm], 1.0 / config.hidden_size)
     model = {
         f"{old}.{copy - 1}.weight": f"copies.{new}.{copy}"
         for old, new in (("altup_projections", "spread"), ("altup_unembed_projections", "gather"))
         for copy in range(1, config.residual_copies)
     }
     for old, new in model.items():
-        if (source := found.pop(f"model.{old}", None)) is not None:
-            found[model_weight(new)] = source
-    return with_per_layer_inputs(found, config, known)
+        if (source := adapted.pop(f"model.{old}", None)) is not None:
+            adapted[model_weight(new)] = source
+    return with_per_layer_inputs(adapted, config, known)
 
 
 def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, SourceTensor]:
     """The tensors without those of keys and values that no layer reads."""
-    found = dict(tensors)
+    kept = dict(tensors)
     for layer, spec in enumerate(config.layers):
         if spec.attention.keys_of is not None:
             for name in SHARED:
-                found.pop(f"model.layers.{layer}.self_attn.{name}", None)
-    return found
+                kept.pop(f"model.layers.{layer}.self_attn.{name}", None)
+    return kept
 
 
 def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
@@ -242,27 +242,27 @@ def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> 
 
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
-    found = dict(tensors)
+    adapted = dict(tensors)
     names = {
         "per_layer_model_projection.weight": "per_layer.projection",
         "per_layer_projection_norm.weight": "per_layer.norm.weight",
     }
     for old, new in names.items():
-        if (source := found.pop(f"model.{old}", None)) is not None:
-            found[model_weight(new)] = source
+        if (source := adapted.pop(f"model.{old}", None)) is not None:
+            adapted[model_weight(new)] = source
     half = 0.5**0.5
     factors = {
         model_weight("per_layer.projection"): config.hidden_size**-0.5,
         model_weight("per_layer.norm.weight"): half,
     }
     for name, factor in factors.items():
-        if name in found:
-            found[name] = Scaled(name, found[name], factor)
-    rows = found.get(PER_LAYER)
+        if name in adapted:
+            adapted[name] = Scaled(name, adapted[name], factor)
+    rows = adapted.get(PER_LAYER)
     if rows is not None and rows.shape[:1] == (known,) and known < config.vocab_size:
         others = np.zeros(config.vocab_size - known, dtype=np.int64)
-        found[PER_LAYER] = RowsOf(PER_LAYER, rows, np.concatenate([np.arange(known), others]))
-    return found
+        adapted[PER_LAYER] = RowsOf(PER_LAYER, rows, np.concatenate([np.arange(known), others]))
+    return adapted
 
 
 GEMMA3N = Family("gemma3n_text", "Gemma3nForCausalLM", _read)

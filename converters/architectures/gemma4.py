@@ -183,24 +183,24 @@ def _heads(reader: ConfigReader, sizes: Sizes, kinds: list[str], key_values: boo
     """How each kind's heads differ from the model's: from the keys of global layers, or layer by layer."""
     width = reader.integer("global_head_dim", GLOBAL_HEAD_DIM)
     keys = reader.integer("num_global_key_value_heads", sizes.num_kv_heads)
-    own: Heads = {LOCAL: {}, GLOBAL: {"head_dim": width}}
+    of_kinds: Heads = {LOCAL: {}, GLOBAL: {"head_dim": width}}
     if key_values:
-        own[GLOBAL]["num_kv_heads"] = keys
+        of_kinds[GLOBAL]["num_kv_heads"] = keys
     named = reader.section("per_layer_config")
     if named is not None:
-        found = [_layer_heads(named, layer) for layer in range(len(kinds))]
+        layers = [_layer_heads(named, layer) for layer in range(len(kinds))]
         if unknown := set(named) - {str(layer) for layer in range(len(kinds))}:
             raise CheckpointError(
                 f"config.json: per_layer_config has {shown(sorted(unknown))}, which aren't its layers"
             )
-        for kind in own:
-            of_kind = [it for it, other in zip(found, kinds, strict=True) if other == kind]
+        for kind in of_kinds:
+            of_kind = [it for it, other in zip(layers, kinds, strict=True) if other == kind]
             if any(it != of_kind[0] for it in of_kind):
                 raise UnsupportedModelError(
                     f"config.json: per_layer_config gives layers of {kind} heads of different sizes"
                 )
-            own[kind] = of_kind[0] if of_kind else {}
-    for fields in own.values():
+            of_kinds[kind] = of_kind[0] if of_kind else {}
+    for fields in of_kinds.values():
         for name, value in fields.items():
             if not 1 <= value <= SIZE_LIMITS[name]:
                 # Before anything is made for each of them.
@@ -208,7 +208,7 @@ def _heads(reader: ConfigReader, sizes: Sizes, kinds: list[str], key_values: boo
                     f"config.json: {name} of a layer is {value}; it must be from 1 to {SIZE_LIMITS[name]}"
                 )
     model = {"head_dim": sizes.head_dim, "num_kv_heads": sizes.num_kv_heads}
-    return {kind: {name: it for name, it in own[kind].items() if it != model[name]} for kind in own}
+    return {kind: {name: it for name, it in of_kinds[kind].items() if it != model[name]} for kind in of_kinds}
 
 
 def _layer_heads(named: dict[str, Any], layer: int) -> dict[str, Any]:
@@ -218,9 +218,9 @@ def _layer_heads(named: dict[str, Any], layer: int) -> dict[str, Any]:
         raise CheckpointError(f"{where} is {shown(values)}; it must be an object")
     reader = ConfigReader(values, where)
     fields = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
-    found = {new: reader.integer(old) for old, new in fields.items() if reader.has(old)}
+    sizes = {new: reader.integer(old) for old, new in fields.items() if reader.has(old)}
     reader.close()
-    return found
+    return sizes
 
 
 def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
@@ -232,15 +232,15 @@ def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
         raise UnsupportedModelError(
             "config.json: rope_parameters must hold objects for full_attention and sliding_attention"
         )
-    found = []
+    ropes = []
     for kind, base in ((GLOBAL, GLOBAL_THETA), (LOCAL, LOCAL_THETA)):
         rope = ConfigReader(parts.get(kind, {}), f"config.json: rope_parameters.{kind}")
         width = heads[kind].get("head_dim", sizes.head_dim)
         if rope.text("rope_type", "default") == "proportional":
-            found.append(_proportional(rope, width, base))
+            ropes.append(_proportional(rope, width, base))
         else:
-            found.append(read_section(rope, width, base, sizes.max_context, sizes.max_context))
-    return found
+            ropes.append(read_section(rope, width, base, sizes.max_context, sizes.max_context))
+    return ropes
 
 
 def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
@@ -251,11 +251,11 @@ def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
             f"{rope.where}: partial_rotary_factor is {share} and factor {factor}; they must be from 0 to 1 "
             "and from 1 to 1e6"
         )
-    whole = rope_spec(rope.number("rope_theta", base), width).frequencies
+    frequencies = rope_spec(rope.number("rope_theta", base), width).frequencies
     rope.close()
     turning = int(share * width // 2)
-    turns = [float32(frequency / factor) for frequency in whole[:turning]]
-    return RopeSpec((*turns, *[0.0] * (len(whole) - turning)))
+    turns = [float32(frequency / factor) for frequency in frequencies[:turning]]
+    return RopeSpec((*turns, *[0.0] * (len(frequencies) - turning)))
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) -> Tensors:
@@ -265,20 +265,20 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
     """
     if config.experts is not None:
         tensors = _adapt_experts(tensors, config)
-    found = without_shared_keys(renamed(tensors, NAMES), config)
+    adapted = without_shared_keys(renamed(tensors, NAMES), config)
     for layer in joint:
         for kind in ("weight", "bias"):
             keys, values = (f"model.layers.{layer}.self_attn.{which}_proj.{kind}" for which in "kv")
-            if keys in found:
-                found[values] = found[keys]
-    return with_per_layer_inputs(found, config, known) if config.per_layer_width else found
+            if keys in adapted:
+                adapted[values] = adapted[keys]
+    return with_per_layer_inputs(adapted, config, known) if config.per_layer_width else adapted
 
 
 def _adapt_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
     """A layer's experts as neurons, and the router's norm as one of the usual form."""
-    found = unstacked(tensors, config, "experts.gate_up_proj", EXPERTS.of("gate", "up"))
-    found = unstacked(found, config, "experts.down_proj", EXPERTS.of("down"))
-    scaled = dict(renamed(join_experts(found, config, EXPERTS), EXPERT_NAMES))
+    adapted = unstacked(tensors, config, "experts.gate_up_proj", EXPERTS.of("gate", "up"))
+    adapted = unstacked(adapted, config, "experts.down_proj", EXPERTS.of("down"))
+    scaled = dict(renamed(join_experts(adapted, config, EXPERTS), EXPERT_NAMES))
     for layer in range(config.num_layers):
         name = LayerNames(layer).weight("router.norm.weight")
         if name in scaled:

@@ -70,8 +70,8 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    own = without_layers_ahead(tensors, config)
-    return in_halves(join_experts(own, config, NAMES), config)
+    model_tensors = without_layers_ahead(tensors, config)
+    return in_halves(join_experts(model_tensors, config, NAMES), config)
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _read)

@@ -120,8 +120,8 @@ def _chosen(reader: ConfigReader) -> int:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    found = join_experts(_apart(tensors, config), config, NAMES)
-    return renamed(found, {"self_attn.sinks": "attention.sinks"})
+    adapted = join_experts(_apart(tensors, config), config, NAMES)
+    return renamed(adapted, {"self_attn.sinks": "attention.sinks"})
 
 
 def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -131,35 +131,37 @@ def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
     folders that MLX has written, gates and ups have stacks of their own, here left to `join_experts`; their
     biases are taken apart.
     """
-    found, experts = dict(tensors), config.experts
+    adapted, experts = dict(tensors), config.experts
     assert experts is not None
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}.mlp.experts."
         for name, parts in STACKS.items():
-            values, biases = found.pop(prefix + name, None), found.pop(f"{prefix}{name}_bias", None)
+            values, biases = adapted.pop(prefix + name, None), adapted.pop(f"{prefix}{name}_bias", None)
             rows = len(parts) * experts.neurons if len(parts) > 1 else config.hidden_size
             columns = config.hidden_size if len(parts) > 1 else experts.neurons
             for expert in range(experts.count):
-                matrix = found.pop(f"{prefix}{name}.{expert}", None)
+                matrix = adapted.pop(f"{prefix}{name}.{expert}", None)
                 if values is not None:
                     matrix = Transposed(values.name, _one(values, expert, (experts.count, columns, rows)))
-                for turn, part in enumerate(parts):
+                for index, part in enumerate(parts):
                     new = f"{prefix}{expert}.{part}_proj"
                     if matrix is not None:
-                        found[f"{new}.weight"] = _turn(f"{new}.weight", matrix, turn, len(parts))
+                        adapted[f"{new}.weight"] = _interleaved_part(
+                            f"{new}.weight", matrix, index, len(parts)
+                        )
                     if biases is not None:
                         bias = _one(biases, expert, (experts.count, rows))
-                        found[f"{new}.bias"] = _turn(f"{new}.bias", bias, turn, len(parts))
+                        adapted[f"{new}.bias"] = _interleaved_part(f"{new}.bias", bias, index, len(parts))
         for part in ("gate", "up", "down"):
-            if (stack := found.pop(f"{prefix}{part}_proj.bias", None)) is None:
+            if (stack := adapted.pop(f"{prefix}{part}_proj.bias", None)) is None:
                 continue
             rows = config.hidden_size if part == "down" else experts.neurons
             for expert in range(experts.count):
                 new = f"{prefix}{expert}.{part}_proj.bias"
-                if new in found:
+                if new in adapted:
                     raise CheckpointError(f"{new} and {stack.name} are the same; {SAME_REPOSITORY}")
-                found[new] = _one(stack, expert, (experts.count, rows))
-    return found
+                adapted[new] = _one(stack, expert, (experts.count, rows))
+    return adapted
 
 
 def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTensor:
@@ -173,9 +175,9 @@ def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTen
     return replace(stack, shape=wanted[1:], offset=offset)
 
 
-def _turn(name: str, source: SourceTensor, turn: int, turns: int) -> SourceTensor:
-    """The rows of `source` that are the matrix `turn` of `turns`, which take turns."""
-    return RowsOf(name, source, np.arange(turn, source.shape[0], turns))
+def _interleaved_part(name: str, source: SourceTensor, index: int, turns: int) -> SourceTensor:
+    """The rows of `source` that are the matrix `index` of `turns`, which take turns."""
+    return RowsOf(name, source, np.arange(index, source.shape[0], turns))
 
 
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read)

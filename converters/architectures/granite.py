@@ -63,10 +63,10 @@ def _read_experts(reader: ConfigReader) -> Description:
 
     def adapt(tensors: Tensors) -> Tensors:
         module = "block_sparse_moe."
-        found = unstacked(tensors, config, f"{module}input_linear.weight", EXPERTS.of("gate", "up"))
-        found = unstacked(found, config, f"{module}output_linear.weight", EXPERTS.of("down"))
-        found = join_experts(found, config, EXPERTS)
-        return logits_scaled(outputs_scaled(found, config, residual), 1 / divisor)
+        adapted = unstacked(tensors, config, f"{module}input_linear.weight", EXPERTS.of("gate", "up"))
+        adapted = unstacked(adapted, config, f"{module}output_linear.weight", EXPERTS.of("down"))
+        adapted = join_experts(adapted, config, EXPERTS)
+        return logits_scaled(outputs_scaled(adapted, config, residual), 1 / divisor)
 
     return Description(config, adapt)
 

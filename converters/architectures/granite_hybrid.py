@@ -121,18 +121,18 @@ def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
 def _adapt(tensors: Tensors, config: ModelConfig, residual: float, divisor: float) -> Tensors:
     neurons = config.dense_neurons(config.layers[0])
     halves = {"shared_mlp.gate_proj.weight": neurons, "shared_mlp.up_proj.weight": neurons}
-    found = split(tensors, config, "shared_mlp.input_linear.weight", halves)
-    found = renamed(found, {"shared_mlp.output_linear.weight": "shared_mlp.down_proj.weight"})
+    adapted = split(tensors, config, "shared_mlp.input_linear.weight", halves)
+    adapted = renamed(adapted, {"shared_mlp.output_linear.weight": "shared_mlp.down_proj.weight"})
     if config.experts is None:
-        found = renamed(found, SHARED)
+        adapted = renamed(adapted, SHARED)
     else:
         module = "block_sparse_moe."
-        found = unstacked(found, config, f"{module}input_linear.weight", NAMES.of("gate", "up"))
-        found = unstacked(found, config, f"{module}output_linear.weight", NAMES.of("down"))
-        found = join_experts(found, config, NAMES)
+        adapted = unstacked(adapted, config, f"{module}input_linear.weight", NAMES.of("gate", "up"))
+        adapted = unstacked(adapted, config, f"{module}output_linear.weight", NAMES.of("down"))
+        adapted = join_experts(adapted, config, NAMES)
     # Mixers have the factor in their spec.
-    found = mixer_tensors(outputs_scaled(found, config, residual), config)
-    return logits_scaled(found, 1 / divisor)
+    adapted = mixer_tensors(outputs_scaled(adapted, config, residual), config)
+    return logits_scaled(adapted, 1 / divisor)
 
 
 GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read)

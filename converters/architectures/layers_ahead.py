@@ -59,18 +59,18 @@ def layer_behind_last(
     Raises CheckpointError for a folder without it or a part of it, UnsupportedModelError for embeddings or a
     head of its own that aren't the model's.
     """
-    prefix, own = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
-    found = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
-    if not found:
+    prefix, model_prefix = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
+    of_layer = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+    if not of_layer:
         raise _missing(prefix)
     for name, of_model in _SHARED.items():
-        if (copy := found.pop(name, None)) is not None:
+        if (copy := of_layer.pop(name, None)) is not None:
             tied = of_model == HEAD and HEAD not in tensors
             _check_same(copy, tensors.get(EMBEDDING if tied else of_model))
     # The layer is sparse wherever the model has experts.
     layer = next((it for it in config.layers if it.experts is not None), config.layers[-1])
     config = replace(config, layers=(layer,))
-    return config, _adapted(found, config, prefix, own, adapt)
+    return config, _adapted(of_layer, config, prefix, model_prefix, adapt)
 
 
 def first_of_several(
@@ -80,11 +80,11 @@ def first_of_several(
 
     Raises CheckpointError for a folder without it or a part of it.
     """
-    first, own = f"{prefix}0.", LayerNames(0).weight("")
-    found = {name.removeprefix(first): it for name, it in tensors.items() if name.startswith(first)}
-    if not found:
+    first, model_prefix = f"{prefix}0.", LayerNames(0).weight("")
+    layer = {name.removeprefix(first): it for name, it in tensors.items() if name.startswith(first)}
+    if not layer:
         raise _missing(first)
-    return config, _adapted(found, config, first, own, adapt)
+    return config, _adapted(layer, config, first, model_prefix, adapt)
 
 
 def _missing(prefix: str) -> CheckpointError:
@@ -97,18 +97,18 @@ def _adapted(
     tensors: Tensors,
     config: ModelConfig,
     prefix: str,
-    own: str,
+    model_prefix: str,
     adapt: Callable[[ModelConfig, Tensors], Tensors],
 ) -> Tensors:
     """The tensors of a layer, whose names in the folder begin with `prefix`, by those of `tensors.py`.
 
-    own: how its names begin there.
+    model_prefix: how its names begin there.
     """
     try:
-        return adapt(config, {_NAMES.get(name, own + name): it for name, it in tensors.items()})
+        return adapt(config, {_NAMES.get(name, model_prefix + name): it for name, it in tensors.items()})
     except CheckpointError as error:
         # As the folder has it: its layer 0 is another one.
-        raise CheckpointError(str(error).replace(own, prefix)) from error
+        raise CheckpointError(str(error).replace(model_prefix, prefix)) from error
 
 
 def _check_same(copy: SourceTensor, of_model: SourceTensor | None) -> None:

@@ -144,29 +144,29 @@ def adapted(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     Raises CheckpointError for a convolution of another shape, or with attention beside it.
     """
-    found = dict(renamed(tensors, NAMES))
+    named = dict(renamed(tensors, NAMES))
     by_mlx = written_by_mlx(tensors, ".conv.conv.weight")
-    if (norm := found.pop("model.embedding_norm.weight", None)) is not None:
-        found[FINAL_NORM] = norm
+    if (norm := named.pop("model.embedding_norm.weight", None)) is not None:
+        named[FINAL_NORM] = norm
     for layer, spec in enumerate(config.layers):
         if (conv := spec.conv) is None:
             continue
         name, prefix = LayerNames(layer), f"model.layers.{layer}.conv."
-        if attended := [which for which in "qkvo" if name.projection(which) in found]:
+        if attended := [which for which in "qkvo" if name.projection(which) in named]:
             raise CheckpointError(
                 f"layer {layer} has a short convolution, and {attended[0]}_proj of attention; "
                 f"{SAME_REPOSITORY}"
             )
         weights = name.weight("conv.weight")
-        if (stored := found.pop(f"{prefix}conv.weight", None)) is not None:
-            found[weights] = taps_first(weights, stored, conv.channels, conv.taps, by_mlx)
-        if (out := found.pop(f"{prefix}out_proj.weight", None)) is not None:
-            found[name.projection("o")] = out
-        if (whole := found.pop(f"{prefix}in_proj.weight", None)) is not None:
-            check_shape(whole, (3 * conv.channels, config.hidden_size))
+        if (stored := named.pop(f"{prefix}conv.weight", None)) is not None:
+            named[weights] = taps_first(weights, stored, conv.channels, conv.taps, by_mlx)
+        if (out := named.pop(f"{prefix}out_proj.weight", None)) is not None:
+            named[name.projection("o")] = out
+        if (fused := named.pop(f"{prefix}in_proj.weight", None)) is not None:
+            check_shape(fused, (3 * conv.channels, config.hidden_size))
             for which, rows in zip("qkv", np.split(np.arange(3 * conv.channels), 3), strict=True):
-                found[name.projection(which)] = RowsOf(name.projection(which), whole, rows)
-    return found
+                named[name.projection(which)] = RowsOf(name.projection(which), fused, rows)
+    return named
 
 
 LFM2 = Family("lfm2", "Lfm2ForCausalLM", _read)

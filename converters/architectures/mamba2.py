@@ -41,10 +41,10 @@ def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
     """Least and largest time step; None for the latter: there is no limit. Raises CheckpointError."""
     limits = reader.values_of(LIMITS)
     unlimited = len(limits) == 2 and limits[1] in INFINITE
-    found = reader.with_value(LIMITS, [*limits[:1], 0.0] if unlimited else limits)
+    section = reader.with_value(LIMITS, [*limits[:1], 0.0] if unlimited else limits)
     if limits == [None]:
-        found, unlimited = reader.with_value(LIMITS, [0.0, 0.0]), True
-    numbers = found.numbers(LIMITS) or []
+        section, unlimited = reader.with_value(LIMITS, [0.0, 0.0]), True
+    numbers = section.numbers(LIMITS) or []
     if len(numbers) != 2:
         raise CheckpointError(
             f"config.json: {LIMITS} is {shown(limits)}; it must be two numbers, the least time step and the "
@@ -107,53 +107,53 @@ def mixer_tensors(
     Raises CheckpointError for a projection or a convolution of another shape, and for a mixer in attention's
     place with attention's output projection beside it.
     """
-    found, by_mlx = dict(tensors), written_by_mlx(tensors, CONVOLUTION)
+    adapted, by_mlx = dict(tensors), written_by_mlx(tensors, CONVOLUTION)
     for layer, spec in enumerate(config.layers):
         if spec.mamba2 is not None:
-            _take(found, LayerNames(layer), spec, config.hidden_size, factors, by_mlx)
-    return found
+            _take(adapted, LayerNames(layer), spec, config.hidden_size, factors, by_mlx)
+    return adapted
 
 
 def _take(
-    found: dict[str, SourceTensor],
+    tensors: dict[str, SourceTensor],
     name: LayerNames,
     spec: LayerSpec,
     hidden: int,
     factors: Mapping[str, float] | None,
     by_mlx: bool,
 ) -> None:
-    """Give a layer's mixer its names in `found`. by_mlx: as of `taps_first`."""
+    """Give a layer's mixer its names in `tensors`. by_mlx: as of `taps_first`."""
     mixer, prefix = spec.mamba2, f"model.layers.{name.layer}.mamba."
     assert mixer is not None
     for old, new in VECTORS.items():
-        if (vector := found.pop(prefix + old, None)) is not None:
-            found[name.weight(new)] = vector
+        if (vector := tensors.pop(prefix + old, None)) is not None:
+            tensors[name.weight(new)] = vector
     conv = name.weight("mamba2.conv")
-    if (stored := found.pop(f"{prefix}conv1d.weight", None)) is not None:
-        found[conv] = taps_first(conv, stored, mixer.channels, mixer.taps, by_mlx)
+    if (stored := tensors.pop(f"{prefix}conv1d.weight", None)) is not None:
+        tensors[conv] = taps_first(conv, stored, mixer.channels, mixer.taps, by_mlx)
         if factors is not None:
-            found[conv] = _scaled_channels(conv, found[conv], mixer, factors)
+            tensors[conv] = _scaled_channels(conv, tensors[conv], mixer, factors)
     alone = not spec.attends
     out = name.projection("o") if alone else name.weight("mamba2.out")
-    if alone and out in found:
+    if alone and out in tensors:
         raise CheckpointError(
             f"layer {name.layer} has a Mamba-2 mixer, and o_proj of attention; {SAME_REPOSITORY}"
         )
-    if (stored := found.pop(f"{prefix}out_proj.weight", None)) is not None:
-        found[out] = stored
-    if (whole := found.pop(f"{prefix}in_proj.weight", None)) is None:
+    if (stored := tensors.pop(f"{prefix}out_proj.weight", None)) is not None:
+        tensors[out] = stored
+    if (fused := tensors.pop(f"{prefix}in_proj.weight", None)) is None:
         return
     rows = _rows(mixer)
-    check_shape(whole, (sum(map(len, rows.values())), hidden))
+    check_shape(fused, (sum(map(len, rows.values())), hidden))
     steps = name.weight("mamba2.steps")
-    found[steps] = RowsOf(steps, whole, rows["dt"])
+    tensors[steps] = RowsOf(steps, fused, rows["dt"])
     if alone:
-        found |= {
-            name.projection(which): RowsOf(name.projection(which), whole, rows[which]) for which in "xbcz"
+        tensors |= {
+            name.projection(which): RowsOf(name.projection(which), fused, rows[which]) for which in "xbcz"
         }
     else:
         joint = name.weight("mamba2.in")
-        found[joint] = RowsOf(joint, whole, np.concatenate([rows[which] for which in "xbcz"]))
+        tensors[joint] = RowsOf(joint, fused, np.concatenate([rows[which] for which in "xbcz"]))
 
 
 def _rows(mixer: Mamba2Spec) -> dict[str, NDArray[np.int64]]:

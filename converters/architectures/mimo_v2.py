@@ -108,12 +108,12 @@ def _kinds(reader: ConfigReader, layers: int) -> list[str]:
     pattern = _flags(reader, "hybrid_layer_pattern", layers)
     kinds = read_layer_types(reader, layers)
     if pattern is not None:
-        found = [LOCAL if flag else GLOBAL for flag in pattern]
-        if kinds not in (None, found):
+        by_pattern = [LOCAL if flag else GLOBAL for flag in pattern]
+        if kinds not in (None, by_pattern):
             raise CheckpointError(
                 f"config.json: layer_types and hybrid_layer_pattern contradict each other; {OWN_CONFIG}"
             )
-        return found
+        return by_pattern
     return kinds or [LOCAL if i and (i + 1) % PERIOD else GLOBAL for i in range(layers)]
 
 
@@ -146,8 +146,8 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
     """Attention of either kind of layer, and both kinds' rotary embeddings."""
     reader.only("swa_num_attention_heads", sizes.num_heads)
     width, keys = sizes.head_dim, sizes.num_kv_heads
-    own = {GLOBAL: (width, keys)}
-    own[LOCAL] = (
+    head_sizes = {GLOBAL: (width, keys)}
+    head_sizes[LOCAL] = (
         reader.integer("swa_head_dim", width),
         reader.integer("swa_num_key_value_heads", min(2 * keys, sizes.num_heads)),
     )
@@ -159,8 +159,8 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
     }
     windows = {GLOBAL: 0, LOCAL: _window(reader)}
     bias, factor = reader.boolean("attention_bias", False), _value_scale(reader)
-    found = {}
-    for rope, (kind, (of_head, heads)) in enumerate(own.items()):
+    specs = {}
+    for rope, (kind, (of_head, heads)) in enumerate(head_sizes.items()):
         for name, size, most in (
             ("head_dim", of_head, SIZE_LIMITS["head_dim"]),
             ("num_key_value_heads", heads, sizes.num_heads),
@@ -171,7 +171,7 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
                 raise UnsupportedModelError(
                     f"config.json: {name} of layers of {kind} is {size}; it must be from 1 to {most}"
                 )
-        found[kind] = AttentionSpec(
+        specs[kind] = AttentionSpec(
             score_scale(of_head),
             rope=rope,
             window=windows[kind],
@@ -183,7 +183,9 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
             # Values are scaled; as attention is linear in them, so is what it gives.
             out_factor=factor,
         )
-    return found, _ropes(reader, {kind: of_head for kind, (of_head, _) in own.items()}, sizes.max_context)
+    return specs, _ropes(
+        reader, {kind: of_head for kind, (of_head, _) in head_sizes.items()}, sizes.max_context
+    )
 
 
 def _window(reader: ConfigReader) -> int:
@@ -215,14 +217,14 @@ def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> li
             f"config.json: rope_parameters is {shown(parts)}; it must hold objects for full_attention and "
             "sliding_attention"
         )
-    found = []
+    ropes = []
     for kind, width in widths.items():
         rope = ConfigReader(parts.get(kind, {}), f"config.json: rope_parameters.{kind}")
         rope.only("rope_type", "default")
         _check_older(reader, OLDER[kind], rope.number("rope_theta", THETAS[kind]))
         _check_older(reader, "partial_rotary_factor", rope.number("partial_rotary_factor", ROTATED))
-        found.append(read_section(rope, width, THETAS[kind], max_context, max_context, rotated_share=ROTATED))
-    return found
+        ropes.append(read_section(rope, width, THETAS[kind], max_context, max_context, rotated_share=ROTATED))
+    return ropes
 
 
 def _check_older(reader: ConfigReader, key: str, value: float) -> None:
@@ -247,9 +249,11 @@ def _alone(config: ModelConfig) -> ModelConfig:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    own = without_layers_ahead(tensors, config)
-    own = {name: tensor for name, tensor in own.items() if not name.startswith("model.mtp.")}
-    return in_halves(join_experts(renamed(own, RENAMED), config, NAMES), config)
+    model_tensors = without_layers_ahead(tensors, config)
+    model_tensors = {
+        name: tensor for name, tensor in model_tensors.items() if not name.startswith("model.mtp.")
+    }
+    return in_halves(join_experts(renamed(model_tensors, RENAMED), config, NAMES), config)
 
 
 MIMO_V2_FLASH = Family("mimo_v2_flash", "MiMoV2FlashForCausalLM", _read)

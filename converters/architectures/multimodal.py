@@ -106,7 +106,7 @@ def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]
 
 def text_tensors(tensors: Tensors) -> Tensors:
     """The text model's tensors, by the names that they would have by themselves."""
-    found = {}
+    text = {}
     for name, tensor in tensors.items():
         if name.removeprefix("model.").startswith(OTHER_TOWERS):
             continue
@@ -115,5 +115,5 @@ def text_tensors(tensors: Tensors) -> Tensors:
                 rest = name.removeprefix(prefix)
                 name = rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
                 break
-        found[name] = tensor
-    return found
+        text[name] = tensor
+    return text

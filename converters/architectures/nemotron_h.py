@@ -114,11 +114,11 @@ def _read(reader: ConfigReader) -> Description:
     reader.text("mamba_ssm_cache_dtype", "float32")
     mixer, attention = _read_mixer(reader), AttentionSpec(score_scale(sizes.head_dim))
     activation = read_activation(reader, "mlp_hidden_act", "relu2")
-    found = []
+    specs = []
     for block, behind in layers:
         recurrent = kinds[block] == "linear_attention"
         feed_forward = FeedForwardSpec(activation, gated=False, neurons=0 if behind is None else None)
-        found.append(
+        specs.append(
             LayerSpec(
                 NO_ATTENTION if recurrent else attention, feed_forward, mamba2=mixer if recurrent else None
             )
@@ -130,7 +130,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "nemotron_h",
         sizes,
-        found,
+        specs,
         [no_rope(sizes.head_dim)],
         norm=NormSpec("rms", eps),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),
@@ -150,12 +150,12 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
     named, pattern = reader.texts("layers_block_type"), reader.text("hybrid_override_pattern", "")
     kinds = [PATTERN.get(letter, letter) for letter in pattern]
     if named is not None:
-        own = [KINDS.get(kind, kind) for kind in named]
-        if kinds and kinds != own:
+        from_names = [KINDS.get(kind, kind) for kind in named]
+        if kinds and kinds != from_names:
             raise CheckpointError(
                 f"config.json: layers_block_type and hybrid_override_pattern differ; {OWN_CONFIG}"
             )
-        kinds = own
+        kinds = from_names
     if unknown := set(kinds) - set(MODULES):
         raise UnsupportedModelError(
             f"config.json: blocks are of kinds {shown(sorted(unknown))}, which aren't known; known are "
@@ -175,18 +175,18 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
 
 def _paired(kinds: Sequence[str]) -> list[Layer]:
     """The layers that blocks make up. Raises UnsupportedModelError for a feed-forward that is in none."""
-    found: list[Layer] = []
+    pairs: list[Layer] = []
     for block, kind in enumerate(kinds):
         if kind in MIXERS:
-            found.append((block, None))
-        elif found and found[-1][1] is None:
-            found[-1] = (found[-1][0], block)
+            pairs.append((block, None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], block)
         else:
             raise UnsupportedModelError(
                 f"config.json: block {block} is a feed-forward without a mixer or attention before it that "
                 "has no other; only one behind such a block can be converted"
             )
-    return found
+    return pairs
 
 
 def _read_mixer(reader: ConfigReader) -> Mamba2Spec:
@@ -231,10 +231,10 @@ def _with_experts(reader: ConfigReader, config: ModelConfig, sparse: Sequence[bo
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
-    found = renamed(_by_layer(under_model(tensors, PREFIXES), kinds, layers), DENSE | STACKS)
-    found = unstacked(found, config, "mlp.experts.up_proj", NAMES.of("gate"))
-    found = unstacked(found, config, "mlp.experts.down_proj", NAMES.of("down"))
-    return mixer_tensors(join_experts(found, config, NAMES), config)
+    adapted = renamed(_by_layer(under_model(tensors, PREFIXES), kinds, layers), DENSE | STACKS)
+    adapted = unstacked(adapted, config, "mlp.experts.up_proj", NAMES.of("gate"))
+    adapted = unstacked(adapted, config, "mlp.experts.down_proj", NAMES.of("down"))
+    return mixer_tensors(join_experts(adapted, config, NAMES), config)
 
 
 def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
@@ -244,10 +244,10 @@ def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -
         places[block] = layer, "input_layernorm."
         if behind is not None:
             places[behind] = layer, "post_attention_layernorm."
-    found = {}
+    by_layer = {}
     for name, tensor in tensors.items():
-        if (its := _BLOCK.fullmatch(name)) is not None and int(its[1]) in places:
-            block, rest = int(its[1]), its[2]
+        if (match := _BLOCK.fullmatch(name)) is not None and int(match[1]) in places:
+            block, rest = int(match[1]), match[2]
             layer, norm = places[block]
             for old, new in (("norm.", norm), ("mixer.", MODULES[kinds[block]])):
                 if rest.startswith(old):
@@ -255,8 +255,8 @@ def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -
                     break
             else:
                 name = f"blocks.{block}.{rest}"
-        found[name] = tensor
-    return found
+        by_layer[name] = tensor
+    return by_layer
 
 
 NEMOTRON_H = Family("nemotron_h", "NemotronHForCausalLM", _read)

@@ -83,13 +83,13 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    found = {}
+    adapted = {}
     for name, tensor in tensors.items():
         inner = _DECODER.fullmatch(name)
         name = name if inner is None else f"model.{inner[1]}"
         name = name.replace("model.final_layer_norm.", "model.norm.")
-        found[_PROJECTIONS.get(name, name)] = tensor
-    table = found.get(POSITIONS)
+        adapted[_PROJECTIONS.get(name, name)] = tensor
+    table = adapted.get(POSITIONS)
     if table is not None:
         if not table.shape or table.shape[0] != config.max_context + _FIRST_POSITION:
             raise CheckpointError(
@@ -97,9 +97,9 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
                 f"{config.max_context + _FIRST_POSITION} rows; take both from the same repository"
             )
         rows = np.arange(_FIRST_POSITION, _FIRST_POSITION + config.max_context)
-        found[POSITIONS] = RowsOf(POSITIONS, table, rows)
+        adapted[POSITIONS] = RowsOf(POSITIONS, table, rows)
     names = _NAMES if config.layers[0].norms_input else _NAMES_BEHIND
-    return renamed(found, names)
+    return renamed(adapted, names)
 
 
 OPT = Family("opt", "OPTForCausalLM", _read)

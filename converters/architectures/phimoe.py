@@ -67,15 +67,17 @@ def _with_one_magnitude(reader: ConfigReader) -> ConfigReader:
     """
     for key in ("rope_scaling", "rope_parameters"):
         section = reader.section(key) or {}
-        found = {section[name] for name in ("short_mscale", "long_mscale") if section.get(name) is not None}
-        if len(found) > 1:
+        magnitudes = {
+            section[name] for name in ("short_mscale", "long_mscale") if section.get(name) is not None
+        }
+        if len(magnitudes) > 1:
             raise UnsupportedModelError(
                 f"config.json: {key} has a short_mscale and a long_mscale that differ; only equal ones can "
                 "be converted"
             )
-        if found:
+        if magnitudes:
             rest = {name: it for name, it in section.items() if not name.endswith("_mscale")}
-            reader = reader.with_value(key, rest | {"attention_factor": found.pop()})
+            reader = reader.with_value(key, rest | {"attention_factor": magnitudes.pop()})
     return reader
 
 

@@ -147,8 +147,8 @@ def _read(reader: ConfigReader, name: str) -> ModelConfig:
     reader.text("mamba_ssm_dtype", "float32")
     for key in ("rope_parameters", "rope_scaling"):
         if (section := reader.section(key)) is not None:
-            own = {name: value for name, value in section.items() if name not in POSITION_KEYS}
-            reader = reader.with_value(key, own)
+            scaling = {name: value for name, value in section.items() if name not in POSITION_KEYS}
+            reader = reader.with_value(key, scaling)
     turning = read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=ROTATED_SHARE)
     feed_forward = read_feed_forward(reader)
     if feed_forward.activation != "silu":
@@ -218,8 +218,8 @@ def _layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Te
     Raises CheckpointError for a folder without it, UnsupportedModelError for one that MLX has written, in
     which norms may or may not be whole.
     """
-    found = {name: it for name, it in tensors.items() if name.startswith(AHEAD)}
-    if not found:
+    of_layer = {name: it for name, it in tensors.items() if name.startswith(AHEAD)}
+    if not of_layer:
         raise CheckpointError(
             f"the folder has no tensors {AHEAD}*, which predict one token more; take its authors' folder"
         )
@@ -230,7 +230,7 @@ def _layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Te
         )
     layer = next(it for it in config.layers if it.delta is None)
     config = replace(config, layers=(layer,))
-    tensors = norms_shifted(under_model(found, AHEAD_NAMES))
+    tensors = norms_shifted(under_model(of_layer, AHEAD_NAMES))
     tensors = in_halves(_with_output_gates(tensors, config), config)
     return config, _with_experts(tensors, config)
 
@@ -255,19 +255,19 @@ def _with_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Attention's queries and output gates apart: a head's queries stand before its gates."""
-    found = dict(tensors)
+    adapted = dict(tensors)
     rows = np.arange(2 * config.num_heads * config.head_dim).reshape(config.num_heads, 2, -1)
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
-        both = found.pop(name.projection("q"), None)
+        both = adapted.pop(name.projection("q"), None)
         if both is None:
             continue
         check_shape(both, (rows.size, config.hidden_size))
         if spec.attention.gated:
-            found[name.projection("q")] = RowsOf(name.projection("q"), both, rows[:, 0].reshape(-1))
+            adapted[name.projection("q")] = RowsOf(name.projection("q"), both, rows[:, 0].reshape(-1))
             gates = name.weight("attention.gate")
-            found[gates] = RowsOf(gates, both, rows[:, 1].reshape(-1))
-    return found
+            adapted[gates] = RowsOf(gates, both, rows[:, 1].reshape(-1))
+    return adapted
 
 
 def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -275,40 +275,40 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     Raises CheckpointError where a projection is there twice, by itself and together with others.
     """
-    found, by_mlx = dict(tensors), written_by_mlx(tensors, "conv1d.weight")
+    adapted, by_mlx = dict(tensors), written_by_mlx(tensors, "conv1d.weight")
     for layer, spec in enumerate(config.layers):
         if (delta := spec.delta) is None:
             continue
         name, prefix = LayerNames(layer), f"model.layers.{layer}."
         for old, new in VECTORS.items():
-            if (vector := found.pop(prefix + old, None)) is not None:
-                found[name.weight(new)] = vector
-        if (out := found.pop(f"{prefix}linear_attn.out_proj.weight", None)) is not None:
-            found[name.projection("o")] = out
-        if (conv := found.pop(f"{prefix}linear_attn.conv1d.weight", None)) is not None:
-            found[name.weight("delta.conv")] = taps_first(
+            if (vector := adapted.pop(prefix + old, None)) is not None:
+                adapted[name.weight(new)] = vector
+        if (out := adapted.pop(f"{prefix}linear_attn.out_proj.weight", None)) is not None:
+            adapted[name.projection("o")] = out
+        if (conv := adapted.pop(f"{prefix}linear_attn.conv1d.weight", None)) is not None:
+            adapted[name.weight("delta.conv")] = taps_first(
                 name.weight("delta.conv"), conv, delta.channels, delta.taps, by_mlx
             )
         for old, rows_of in PARTS.items():
-            whole = found.pop(f"{prefix}linear_attn.{old}.weight", None)
-            if whole is None:
+            fused = adapted.pop(f"{prefix}linear_attn.{old}.weight", None)
+            if fused is None:
                 continue
             # Rows are numbered for what is there: a config may name many layers that a file lacks.
             parts = rows_of(delta)
-            check_shape(whole, (sum(map(len, parts.values())), config.hidden_size))
+            check_shape(fused, (sum(map(len, parts.values())), config.hidden_size))
             for which, rows in parts.items():
                 new = name.projection(which) if which in "qkvz" else f"{prefix}{which}"
-                if new in found:
-                    raise CheckpointError(f"{whole.name} and another tensor hold the same; {SAME_REPOSITORY}")
-                found[new] = RowsOf(new, whole, rows)
-        gates = [found.pop(prefix + which, None) for which in GATES]
-        own = tuple(it for it in gates if it is not None)
-        if len({it.dtype for it in own}) > 1:
+                if new in adapted:
+                    raise CheckpointError(f"{fused.name} and another tensor hold the same; {SAME_REPOSITORY}")
+                adapted[new] = RowsOf(new, fused, rows)
+        gates = [adapted.pop(prefix + which, None) for which in GATES]
+        present = tuple(it for it in gates if it is not None)
+        if len({it.dtype for it in present}) > 1:
             # As float32: values of two types aren't joined.
-            own = tuple(Scaled(it.name, it) for it in own)
-        if len(own) == len(GATES):
-            found[name.weight("delta.gates")] = Matrices(name.weight("delta.gates"), own)
-    return found
+            present = tuple(Scaled(it.name, it) for it in present)
+        if len(present) == len(GATES):
+            adapted[name.weight("delta.gates")] = Matrices(name.weight("delta.gates"), present)
+    return adapted
 
 
 def _projections(delta: DeltaSpec) -> Rows:

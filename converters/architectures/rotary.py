@@ -69,15 +69,17 @@ def rope_spec(
         raise UnsupportedModelError(
             f"config.json: {rotated} of a head's {head_dim} dimensions would turn; odd numbers can't"
         )
-    found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
+    frequencies = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
     pairs = head_dim // 2
     if scaling is None:
-        return RopeSpec(_rounded(found, pairs))
+        return RopeSpec(_rounded(frequencies, pairs))
     if scaling.kind == "longrope":
-        return _longrope_spec(found, pairs, scaling)
+        return _longrope_spec(frequencies, pairs, scaling)
     scaled = _SCALED[scaling.kind]
-    found = [scaled(frequency, pair, theta, rotated, scaling) for pair, frequency in enumerate(found)]
-    return RopeSpec(_rounded(found, pairs), scaling.magnitude)
+    frequencies = [
+        scaled(frequency, pair, theta, rotated, scaling) for pair, frequency in enumerate(frequencies)
+    ]
+    return RopeSpec(_rounded(frequencies, pairs), scaling.magnitude)
 
 
 def _longrope_spec(frequencies: list[float], pairs: int, scaling: RopeScaling) -> RopeSpec:

@@ -48,15 +48,17 @@ def _read(reader: ConfigReader) -> Description:
     enabled = enabled and window > 0
     kinds = read_layer_types(reader, count)
     if kinds is None:
-        kinds = ["sliding_attention" if enabled and not turn else "full_attention" for turn in turns]
+        kinds = ["sliding_attention" if enabled and not rotary else "full_attention" for rotary in turns]
     require_windows(kinds, enabled)
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     bias = reader.boolean("attention_bias", False)
     reader.only("mlp_bias", False)
     attention = AttentionSpec(score_scale(sizes.head_dim), bias=bias, output_bias=bias)
     layers = [
-        replace(layer, attention=replace(layer.attention, rope=int(not turn)))
-        for layer, turn in zip(alike(count, attention, read_activation(reader), windows), turns, strict=True)
+        replace(layer, attention=replace(layer.attention, rope=int(not rotary)))
+        for layer, rotary in zip(
+            alike(count, attention, read_activation(reader), windows), turns, strict=True
+        )
     ]
     ropes = [
         read_rope(reader, sizes.head_dim, sizes.max_context, theta=2_000_000.0),

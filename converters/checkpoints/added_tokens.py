@@ -65,13 +65,13 @@ def with_added_tokens(
 
 def declared_tokens(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, str]]:
     """Added tokens by id: `{text: id}` in one file, `{"id": {"content": text}}` in the other."""
-    found: list[tuple[Any, Any]] = [
+    entries: list[tuple[Any, Any]] = [
         (token, text) for text, token in folder.optional_json(ADDED_TOKENS).items()
     ]
     for token, entry in _decoder(settings).items():
         if token.isascii() and token.isdecimal() and len(token) < 10:
-            found.append((int(token), entry.get("content")))
-    return {(token, text) for token, text in found if type(token) is int and isinstance(text, str)}
+            entries.append((int(token), entry.get("content")))
+    return {(token, text) for token, text in entries if type(token) is int and isinstance(text, str)}
 
 
 def special_texts(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:

@@ -24,8 +24,10 @@ def has_bpe_files(folder: SourceFolder, settings: dict[str, Any], config: dict[s
 
     settings, config: of `tokenizer_config.json` and `config.json`.
     """
-    own = settings.get("tokenizer_class") or (CLASSES[0] if config.get("model_type") == "opt" else None)
-    return own in CLASSES and folder.has(VOCABULARY) and folder.has(MERGES)
+    tokenizer_class = settings.get("tokenizer_class") or (
+        CLASSES[0] if config.get("model_type") == "opt" else None
+    )
+    return tokenizer_class in CLASSES and folder.has(VOCABULARY) and folder.has(MERGES)
 
 
 def bpe_files_json(folder: SourceFolder, settings: dict[str, Any]) -> bytes:

@@ -74,12 +74,12 @@ def scaled_tensors(tensors: Mapping[str, RawTensor], block: tuple[int, int]) -> 
 
     Raises CheckpointError for codes and scales that don't belong together.
     """
-    found: dict[str, SourceTensor] = {}
+    sources: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(SCALES) and name.removesuffix(SCALES) in tensors:
             continue
-        found[name] = floating(tensor) if tensor.dtype != CODES else _scaled(tensor, tensors, block)
-    return found
+        sources[name] = floating(tensor) if tensor.dtype != CODES else _scaled(tensor, tensors, block)
+    return sources
 
 
 def _scaled(codes: RawTensor, tensors: Mapping[str, RawTensor], block: tuple[int, int]) -> Fp8Tensor:
@@ -174,8 +174,8 @@ class Fp8Tensor:
         of_rows = np.arange(start, stop) // tall - above
         of_columns = np.arange(first, last) // wide - left
         values = values_of_codes()[self.codes.row_bytes(start, stop, first, last)]
-        for row, its in enumerate(scales[:, of_columns]):
-            values[of_rows == row] *= its
+        for row, row_scales in enumerate(scales[:, of_columns]):
+            values[of_rows == row] *= row_scales
         return values
 
 

@@ -69,7 +69,7 @@ def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     heads, inner = heads_with_states(metadata)
     ahead = layers_ahead(metadata, values)
     layers = values["num_hidden_layers"] - ahead
-    found = {
+    keys = {
         "num_hidden_layers": layers,
         "linear_num_key_heads": metadata.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
@@ -86,17 +86,17 @@ def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
                 f"values for {values['num_hidden_layers']} layers"
             )
         kinds = ("full_attention", "linear_attention")
-        found["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:layers]]
+        keys["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:layers]]
     # Which of three positions turns a pair of dimensions: in a text they are one and the same.
     metadata.array("rope.dimension_sections")
-    return found
+    return keys
 
 
 def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Beside delta rules, experts. Files don't say that weights are divided by their sum, as those of all
     published models are."""
-    found = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
-    return {**found, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
+    keys = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
+    return {**keys, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
 
 
 def restored_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -111,18 +111,18 @@ def restored_delta_in_turn(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _restored(tensors: Tensors, config: ModelConfig, in_turn: bool) -> Tensors:
     tensors = without_layers_ahead(tensors, config)
-    own = {name: it for name, it in tensors.items() if ".linear_attn." in name}
-    rest = norms_shifted({name: it for name, it in tensors.items() if name not in own}, -1.0)
-    own = dict(renamed(own, {"linear_attn.dt_proj.bias": "linear_attn.dt_bias"}))
+    delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
+    rest = norms_shifted({name: it for name, it in tensors.items() if name not in delta}, -1.0)
+    delta = dict(renamed(delta, {"linear_attn.dt_proj.bias": "linear_attn.dt_bias"}))
     for layer, spec in enumerate(config.layers):
         if spec.delta is None:
             continue
         prefix = f"model.layers.{layer}.linear_attn."
         if in_turn and spec.delta.value_heads != spec.delta.key_heads:
-            _with_heads_in_order(own, prefix, spec.delta)
-        if (decays := own.get(f"{prefix}A_log")) is not None:
-            own[f"{prefix}A_log"] = DecayLogs(f"{prefix}A_log", decays)
-    return restored_experts({**rest, **own}, config) if config.experts else {**rest, **own}
+            _with_heads_in_order(delta, prefix, spec.delta)
+        if (decays := delta.get(f"{prefix}A_log")) is not None:
+            delta[f"{prefix}A_log"] = DecayLogs(f"{prefix}A_log", decays)
+    return restored_experts({**rest, **delta}, config) if config.experts else {**rest, **delta}
 
 
 def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: DeltaSpec) -> None:

@@ -72,18 +72,18 @@ def expert_blocks(model_type: str) -> dict[str, str]:
     Merged tensors have the names of an expert's, without its number. Where there is one, it is `{}` in both.
     """
     names = EXPERT_NAMES[model_type]
-    found = {"ffn_gate_up_exps": _gates_and_ups(names), "ffn_gate_inp": names.router}
+    blocks = {"ffn_gate_up_exps": _gates_and_ups(names), "ffn_gate_inp": names.router}
     for which in _MATRICES:
-        found |= {f"ffn_{which}_exps": names.merged(which), f"ffn_{which}.{{}}": getattr(names, which)}
+        blocks |= {f"ffn_{which}_exps": names.merged(which), f"ffn_{which}.{{}}": getattr(names, which)}
     if names.shared:
-        found |= {f"ffn_{which}_shexp": f"{names.shared}{which}_proj.weight" for which in _MATRICES}
+        blocks |= {f"ffn_{which}_shexp": f"{names.shared}{which}_proj.weight" for which in _MATRICES}
     if names.shared_gate:
-        found["ffn_gate_inp_shexp"] = names.shared_gate
-    found = {old: new.removesuffix(".weight") for old, new in found.items()}
+        blocks["ffn_gate_inp_shexp"] = names.shared_gate
+    blocks = {old: new.removesuffix(".weight") for old, new in blocks.items()}
     if names.choice_bias:
-        found["exp_probs_b"] = names.choice_bias
-        found |= {f"nextn.{name}": f"nextn.{name}" for name in AHEAD}
-    return found
+        blocks["exp_probs_b"] = names.choice_bias
+        blocks |= {f"nextn.{name}": f"nextn.{name}" for name in AHEAD}
+    return blocks
 
 
 def _gates_and_ups(names: ExpertNames) -> str:
@@ -103,36 +103,39 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
         _check_merged(tensors, config, names.merged(which), f"ffn_{which}_exps")
         tensors = unstacked(tensors, config, names.merged(which), names.of(which))
         tensors = _biases_apart(tensors, config, getattr(names, which).removesuffix("weight") + "bias")
-    found = dict(tensors)
+    restored = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        if names.choice_bias and (bias := found.pop(f"{prefix}{names.choice_bias}.bias", None)) is not None:
-            found[prefix + names.choice_bias] = bias
-        gate = found.get(prefix + names.shared_gate)
+        if (
+            names.choice_bias
+            and (bias := restored.pop(f"{prefix}{names.choice_bias}.bias", None)) is not None
+        ):
+            restored[prefix + names.choice_bias] = bias
+        gate = restored.get(prefix + names.shared_gate)
         if names.shared_gate and isinstance(gate, StoredTensor) and len(gate.shape) == 1:
-            found[gate.name] = replace(gate, shape=(1, *gate.shape))
-    return found
+            restored[gate.name] = replace(gate, shape=(1, *gate.shape))
+    return restored
 
 
 def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Experts by themselves, and sinks by the name that they have beside a `config.json`."""
-    found = dict(restored_experts(tensors, config))
+    restored = dict(restored_experts(tensors, config))
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.self_attn.sinks"
-        if (sinks := found.pop(f"{name}.weight", None)) is not None:
-            found[name] = sinks
-    return found
+        if (sinks := restored.pop(f"{name}.weight", None)) is not None:
+            restored[name] = sinks
+    return restored
 
 
 def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
     """Each layer's merged biases, (experts, rows), as each expert's own. `{}` in `name` is its number."""
-    found = dict(tensors)
+    restored = dict(tensors)
     for layer, spec in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
-        stack = found.get(prefix + name.replace(".{}", ""))
+        stack = restored.get(prefix + name.replace(".{}", ""))
         if spec.experts is None or not isinstance(stack, StoredTensor):
             continue
-        del found[stack.name]
+        del restored[stack.name]
         if len(stack.shape) != 2 or stack.shape[0] != spec.experts.count:
             raise CheckpointError(
                 f"{stack.name} has shape {list(stack.shape)}; config.json asks for a row for each of "
@@ -141,8 +144,8 @@ def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
         step = stack.nbytes // stack.shape[0]
         for expert in range(stack.shape[0]):
             new, offset = prefix + name.format(expert), stack.offset + expert * step
-            found[new] = replace(stack, name=new, shape=stack.shape[1:], offset=offset)
-    return found
+            restored[new] = replace(stack, name=new, shape=stack.shape[1:], offset=offset)
+    return restored
 
 
 def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
@@ -173,10 +176,12 @@ def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: st
             )
 
 
-def expert_keys(metadata: Metadata, count: str, neurons: int, *own: str, gating: str = "softmax") -> Values:
+def expert_keys(
+    metadata: Metadata, count: str, neurons: int, *read_keys: str, gating: str = "softmax"
+) -> Values:
     """The number of experts, under the key `count`, and of chosen ones.
 
-    neurons: of one expert, if the family has no key for it. own: keys that the family reads by itself.
+    neurons: of one expert, if the family has no key for it. read_keys: keys that the family reads by itself.
     gating: its function.
 
     Raises UnsupportedModelError for another function, and for what only other families have.
@@ -190,7 +195,7 @@ def expert_keys(metadata: Metadata, count: str, neurons: int, *own: str, gating:
         )
     for key, only in {**_NEUTRAL, "expert_feed_forward_length": neurons}.items():
         # Zero stands for none.
-        if key not in own and metadata.has(key) and metadata.number(key) not in (0, only):
+        if key not in read_keys and metadata.has(key) and metadata.number(key) not in (0, only):
             raise UnsupportedModelError(
                 f"{where}{key} is {metadata.number(key):g}; only {only} can be converted in this family"
             )
@@ -225,11 +230,11 @@ def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    own = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+    read_keys = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
     return {
-        **expert_keys(metadata, "num_experts", 0, *own),
+        **expert_keys(metadata, "num_experts", 0, *read_keys),
         "moe_intermediate_size": _neurons(metadata, values),
-        "shared_expert_intermediate_size": metadata.integer(own[1], values["intermediate_size"]),
+        "shared_expert_intermediate_size": metadata.integer(read_keys[1], values["intermediate_size"]),
         "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
     }
 
@@ -269,13 +274,13 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     if not metadata.integer("expert_count", 0) and not metadata.integer("expert_used_count", 0):
         return {}
     always_renormalised(metadata)
-    own = "expert_feed_forward_length"
-    found = expert_keys(metadata, "num_experts", 0, own)
+    width_key = "expert_feed_forward_length"
+    keys = expert_keys(metadata, "num_experts", 0, width_key)
     return {
         "enable_moe_block": True,
-        "num_experts": found["num_experts"],
-        "top_k_experts": found["num_experts_per_tok"],
-        "moe_intermediate_size": metadata.integer(own),
+        "num_experts": keys["num_experts"],
+        "top_k_experts": keys["num_experts_per_tok"],
+        "moe_intermediate_size": metadata.integer(width_key),
     }
 
 
@@ -296,13 +301,13 @@ def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Files don't say that weights are divided by their sum, as those of all published models are."""
-    own = ("expert_feed_forward_length", "leading_dense_block_count", "expert_weights_scale")
+    read_keys = ("expert_feed_forward_length", "leading_dense_block_count", "expert_weights_scale")
     return {
         **conv_keys(metadata, values),
-        **expert_keys(metadata, "num_experts", 0, *own, gating="sigmoid"),
-        "moe_intermediate_size": metadata.integer(own[0]),
-        "num_dense_layers": metadata.integer(own[1], 0),
-        "routed_scaling_factor": metadata.number(own[2], 0.0) or 1.0,
+        **expert_keys(metadata, "num_experts", 0, *read_keys, gating="sigmoid"),
+        "moe_intermediate_size": metadata.integer(read_keys[0]),
+        "num_dense_layers": metadata.integer(read_keys[1], 0),
+        "routed_scaling_factor": metadata.number(read_keys[2], 0.0) or 1.0,
         "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in metadata.stored),
     }
@@ -321,12 +326,12 @@ def layers_ahead(metadata: Metadata, values: Values) -> int:
 
 def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") -> dict[str, Any]:
     ahead = layers_ahead(metadata, values)
-    own = (*_NEUTRAL, "expert_feed_forward_length")
+    read_keys = (*_NEUTRAL, "expert_feed_forward_length")
     groups = metadata.integer("expert_group_count", 0) or 1
     # Files with groups must say how many are chosen.
     chosen = metadata.integer("expert_group_used_count", None if groups > 1 else 0)
     return {
-        **expert_keys(metadata, "n_routed_experts", 0, *own, gating=gating),
+        **expert_keys(metadata, "n_routed_experts", 0, *read_keys, gating=gating),
         "num_hidden_layers": values["num_hidden_layers"] - ahead,
         "num_nextn_predict_layers": ahead,
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),

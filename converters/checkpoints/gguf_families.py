@@ -181,7 +181,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     context = values["max_position_embeddings"]
     original = metadata.integer("rope.scaling.original_context_length", context)
     magnitude = metadata.number("rope.scaling.attn_factor", 1.0)
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "sliding_window": window or None,
         "original_max_position_embeddings": original,
     }
@@ -191,7 +191,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
                 f"{metadata.header.file}: {metadata.prefix}rope.scaling.attn_factor is {magnitude}, without "
                 f"longrope's factors, {SHORT_FACTORS}; only 1 can be converted there"
             )
-        return found
+        return keys
     named = values["rope_scaling"]
     if named is not None and named["rope_type"] != "longrope":
         raise UnsupportedModelError(
@@ -206,7 +206,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     usual = _longrope_magnitude(context, original)
     if metadata.has("rope.scaling.attn_factor") and np.float32(magnitude) != np.float32(usual):
         scaling["attention_factor"] = magnitude
-    return {**found, "rope_scaling": scaling}
+    return {**keys, "rope_scaling": scaling}
 
 
 def _longrope_magnitude(context: int, original: int) -> float:
@@ -236,15 +236,15 @@ def _stablelm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def _falcon_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     two_norms, kv_heads = "blk.0.attn_norm_2.weight" in metadata.stored, values["num_key_value_heads"]
-    found = {
+    keys = {
         "num_kv_heads": kv_heads,
         "ffn_hidden_size": values["intermediate_size"],
         "intermediate_size": None,
     }
     if kv_heads == 1 and not two_norms:
-        return found
+        return keys
     norms = 2 if two_norms else 1
-    return {**found, "new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
+    return {**keys, "new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
 
 
 def _nemotron_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -261,27 +261,27 @@ def _less_one(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Where there are two norms, the first is the feed-forward's."""
-    found = dict(split_attention(tensors, config))
+    restored = dict(split_attention(tensors, config))
     for layer in range(config.num_layers):
         name = LayerNames(layer)
         for kind, norm in (("weight", name.norm), ("bias", name.norm_bias)):
-            second = found.pop(f"model.layers.{layer}.attn_norm_2.{kind}", None)
-            if second is not None and norm("attention_norm") in found:
-                found[norm("feed_forward_norm")] = found[norm("attention_norm")]
-                found[norm("attention_norm")] = second
-    return found
+            second = restored.pop(f"model.layers.{layer}.attn_norm_2.{kind}", None)
+            if second is not None and norm("attention_norm") in restored:
+                restored[norm("feed_forward_norm")] = restored[norm("attention_norm")]
+                restored[norm("attention_norm")] = second
+    return restored
 
 
 def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Norms of each head, which are stored as rows, one after the other."""
-    found = dict(tensors)
+    restored = dict(tensors)
     for layer in range(config.num_layers):
         for which in "qk":
             name = LayerNames(layer).head_norm(which)
-            tensor = found.get(name)
+            tensor = restored.get(name)
             if isinstance(tensor, StoredTensor) and len(tensor.shape) == 2:
-                found[name] = replace(tensor, shape=(tensor.shape[0] * tensor.shape[1],))
-    return found
+                restored[name] = replace(tensor, shape=(tensor.shape[0] * tensor.shape[1],))
+    return restored
 
 
 def _with_experts(model_type: str, keys: Keys, **options: Any) -> GgufFamily:

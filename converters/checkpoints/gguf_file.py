@@ -248,10 +248,10 @@ class _Reader:
         return int.from_bytes(self.take(np.dtype(kind).itemsize, what), "little")
 
     def count(self, most: int, what: str) -> int:
-        found = self.number("<u8", f"the number of {what}")
-        if found > most:
-            raise self.unsound(f"it would have {found} {what}; the limit is {most}")
-        return found
+        number = self.number("<u8", f"the number of {what}")
+        if number > most:
+            raise self.unsound(f"it would have {number} {what}; the limit is {most}")
+        return number
 
     def string(self, most: int, what: str) -> bytes:
         start = self.need(8, what)
@@ -261,11 +261,11 @@ class _Reader:
         return self.take(length, what)
 
     def name(self, what: str) -> str:
-        found = self.string(MAX_NAME_BYTES, f"a {what}")
+        encoded = self.string(MAX_NAME_BYTES, f"a {what}")
         try:
-            return found.decode("utf-8")
+            return encoded.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.unsound(f"the {what} {ascii(found)[:80]} isn't UTF-8") from error
+            raise self.unsound(f"the {what} {ascii(encoded)[:80]} isn't UTF-8") from error
 
     def value(self, key: str) -> Value:
         what = f"the value of {plain(key)}"
@@ -292,15 +292,15 @@ class _Reader:
 
     def _strings(self, count: int, what: str) -> list[bytes]:
         """The next strings. Those that are in memory are taken by a shorter way, as there are 100,000s."""
-        found, data = [], self._data
+        strings, data = [], self._data
         for _ in range(count):
             start = self.at + 8
             if start <= len(data) and (end := start + _LENGTH.unpack_from(data, self.at)[0]) <= len(data):
-                found.append(bytes(data[start:end]))
+                strings.append(bytes(data[start:end]))
                 self.at = end
             else:
-                found.append(self.string(MAX_STRING_BYTES, what))
-        return found
+                strings.append(self.string(MAX_STRING_BYTES, what))
+        return strings
 
     def _numbers(self, kind: int, length: int, what: str) -> NDArray[Any]:
         if kind not in _NUMBERS:
@@ -319,8 +319,8 @@ class _Reader:
         1e-5."""
         if kind == _FLOAT32:
             return float(str(values[0]))
-        found: Value = values[0].item()
-        return found
+        value: Value = values[0].item()
+        return value
 
     def tensor(self, name: str) -> TensorEntry:
         """The entry of a tensor, with its offset in the data."""

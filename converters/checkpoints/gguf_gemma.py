@@ -39,26 +39,26 @@ def gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     width = values["hidden_size"] // values["num_attention_heads"]
     largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
     window = metadata.integer("attention.sliding_window", 0)
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "query_pre_attn_scalar": width if largest else values["head_dim"],
         "sliding_window": window or None,
     }
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if metadata.has(cap):
-            found[cap] = metadata.number(cap)
-    return found
+            keys[cap] = metadata.number(cap)
+    return keys
 
 
 def gemma3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    found = gemma2_keys(metadata, values)
-    found["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
-    found["sliding_window_pattern"] = metadata.integer("attention.sliding_window_pattern", 6)
-    return found
+    keys = gemma2_keys(metadata, values)
+    keys["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10_000.0)
+    keys["sliding_window_pattern"] = metadata.integer("attention.sliding_window_pattern", 6)
+    return keys
 
 
 def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "sliding_window": metadata.integer("attention.sliding_window"),
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
         "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input"),
@@ -71,15 +71,15 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     if (scales := metadata.array("activation_sparsity_scale")) is not None:
         normal = NormalDist()
         # Configs name shares of few digits.
-        found["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
+        keys["activation_sparsity_pattern"] = [round(normal.cdf(scale), 6) for scale in scales]
     layers = values["num_hidden_layers"]
     if metadata.is_array("feed_forward_length"):
-        found["intermediate_size"] = of_layers(metadata, "feed_forward_length", layers, 0)
+        keys["intermediate_size"] = of_layers(metadata, "feed_forward_length", layers, 0)
     if metadata.has("attention.sliding_window_pattern"):
-        found["layer_types"] = kinds_of_layers(metadata, layers)
+        keys["layer_types"] = kinds_of_layers(metadata, layers)
     if metadata.has("final_logit_softcapping"):
-        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
-    return found
+        keys["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return keys
 
 
 def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             f"{metadata.header.file}: {metadata.prefix}feed_forward_length is {shown(neurons)}; only layers "
             "that share keys may have other sizes, twice those of the first"
         )
-    own = range(layers - shared)
+    owners = range(layers - shared)
     width = metadata.integer("embedding_length_per_layer_input", 0)
-    found: dict[str, Any] = {
+    config_keys: dict[str, Any] = {
         "layer_types": kinds,
         "sliding_window": metadata.integer("attention.sliding_window"),
         "head_dim": head_dim,
@@ -112,7 +112,7 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "num_key_value_heads": first_of(kinds, "sliding_attention", keys),
         "num_global_key_value_heads": first_of(kinds, "full_attention", keys),
         "attention_k_eq_v": any(
-            kinds[i] == "full_attention" and f"blk.{i}.attn_v.weight" not in metadata.stored for i in own
+            kinds[i] == "full_attention" and f"blk.{i}.attn_v.weight" not in metadata.stored for i in owners
         ),
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": neurons[-1] != neurons[0],
@@ -121,10 +121,10 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "rope_theta": None,
     }
     if width:
-        found["vocab_size_per_layer_input"] = metadata.rows("per_layer_token_embd.weight")
+        config_keys["vocab_size_per_layer_input"] = metadata.rows("per_layer_token_embd.weight")
     if metadata.has("final_logit_softcapping"):
-        found["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
-    return found
+        config_keys["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return config_keys
 
 
 def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
@@ -146,12 +146,12 @@ def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
 def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
     """A whole number for each layer, of an array or of one number for all; `default` where there is none."""
     if metadata.is_array(key):
-        found = [int(value) for value in metadata.array(key) or []]
-        if len(found) != layers:
+        numbers = [int(value) for value in metadata.array(key) or []]
+        if len(numbers) != layers:
             raise CheckpointError(
-                f"{metadata.header.file}: {metadata.prefix}{key} has {len(found)} values for {layers} layers"
+                f"{metadata.header.file}: {metadata.prefix}{key} has {len(numbers)} values for {layers} layers"
             )
-        return found
+        return numbers
     return [metadata.integer(key, default)] * layers
 
 
@@ -185,27 +185,27 @@ def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Matrices of the copies of the residual, which are stored as one tensor, by themselves."""
-    found = dict(tensors)
+    restored = dict(tensors)
     for stem in ("model.altup_projections", "model.altup_unembed_projections"):
-        stacked = found.pop(f"{stem}.weight", None)
+        stacked = restored.pop(f"{stem}.weight", None)
         if stacked is not None:
-            found |= _slices(stacked, stem, config.residual_copies - 1)
+            restored |= _slices(stacked, stem, config.residual_copies - 1)
     for layer in range(config.num_layers):
         stem = f"model.layers.{layer}.altup.correct_output_scale"
-        if (scale := found.pop(f"{stem}.weight", None)) is not None:
-            found[stem] = scale
-    return found
+        if (scale := restored.pop(f"{stem}.weight", None)) is not None:
+            restored[stem] = scale
+    return restored
 
 
 def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
     """What scales a layer, a router's input and experts' outputs, by its name in checkpoints."""
-    found = dict(tensors)
+    restored = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         for stored, name in _GEMMA4_SCALES.items():
-            if (scale := found.pop(prefix + stored, None)) is not None:
-                found[prefix + name] = scale
-    return found
+            if (scale := restored.pop(prefix + stored, None)) is not None:
+                restored[prefix + name] = scale
+    return restored
 
 
 def _slices(tensor: SourceTensor, stem: str, count: int) -> dict[str, SourceTensor]:

@@ -42,7 +42,7 @@ _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Sizes of latents, yarn's factor of scores, and experts, whose choice tells V2 from V3."""
     kind = V3 if _chosen_by_sigmoids(metadata) else V2
-    found = {"model_type": kind, **_latent(metadata, values), **_experts(metadata, values, kind)}
+    keys = {"model_type": kind, **_latent(metadata, values), **_experts(metadata, values, kind)}
     if metadata.has(_LOG_MULTIPLIER):
         scaling = values["rope_scaling"]
         if scaling is None or scaling["rope_type"] != "yarn":
@@ -52,8 +52,8 @@ def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             )
         # A tenth of the config's `mscale_all_dim`, of few digits, which `mscale` equals in all models.
         multiplier = round(10.0 * metadata.number(_LOG_MULTIPLIER), 5)
-        found["rope_scaling"] = {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
-    return found
+        keys["rope_scaling"] = {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
+    return keys
 
 
 def _lacks_groups(header: GgufHeader) -> bool:
@@ -117,14 +117,14 @@ def _experts(metadata: Metadata, values: Values, kind: str) -> dict[str, Any]:
         for key in ("expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count"):
             metadata.integer(key, 0)
         layers = values["num_hidden_layers"] - layers_ahead(metadata, values)
-        found = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
-        return {**found, "num_experts_per_tok": max(1, metadata.integer("expert_used_count", 1))}
+        keys = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+        return {**keys, "num_experts_per_tok": max(1, metadata.integer("expert_used_count", 1))}
     gating = "sigmoid" if kind == V3 else "softmax"
-    found = glm4moe_keys(metadata, values, gating)
-    del found["use_qk_norm"]
+    keys = glm4moe_keys(metadata, values, gating)
+    del keys["use_qk_norm"]
     if _lacks_groups(metadata.header):
-        count, chosen = PUBLISHED_GROUPS.get((kind, found["n_routed_experts"]), (1, 1))
-        found |= {"n_group": count, "topk_group": chosen}
+        count, chosen = PUBLISHED_GROUPS.get((kind, keys["n_routed_experts"]), (1, 1))
+        keys |= {"n_group": count, "topk_group": chosen}
     if kind == V2:
-        found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
-    return found
+        keys["topk_method"] = "group_limited_greedy" if keys["n_group"] > 1 else "greedy"
+    return keys

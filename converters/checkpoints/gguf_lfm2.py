@@ -29,14 +29,14 @@ def lfm2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def conv_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """The taps of convolutions, and which layers have one."""
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "norm_eps": values["rms_norm_eps"],
         "rms_norm_eps": None,
     }
     if not metadata.is_array(KEY_HEADS):
         # One number for all layers: none has a convolution.
-        return found
+        return keys
     # Of integers all, as `GgufFamily.varied` has the first one read.
     heads = [int(count) for count in metadata.array(KEY_HEADS) or []]
     where = f"{metadata.header.file}: {metadata.prefix}{KEY_HEADS}"
@@ -48,9 +48,9 @@ def conv_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             f"{where} names {shown(attending)}; layers with attention must have one number of heads, and "
             "those with a short convolution 0"
         )
-    found["num_key_value_heads"] = attending[0]
-    found["layer_types"] = [KINDS[count > 0] for count in heads]
-    return found
+    keys["num_key_value_heads"] = attending[0]
+    keys["layer_types"] = [KINDS[count > 0] for count in heads]
+    return keys
 
 
 def restored_lfm2(tensors: Tensors, config: ModelConfig) -> Tensors:

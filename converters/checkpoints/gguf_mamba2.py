@@ -69,10 +69,10 @@ def granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def granitehybrid_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     shared = "expert_shared_feed_forward_length"
-    heads, width, found = _mixer_keys(metadata)
-    found = {
+    heads, width, sizes = _mixer_keys(metadata)
+    sizes = {
         **granite_keys(metadata, values),
-        **{f"mamba_{key}": value for key, value in found.items()},
+        **{f"mamba_{key}": value for key, value in sizes.items()},
         "mamba_n_heads": heads,
         "mamba_d_head": width,
         "mamba_expand": heads * width // values["hidden_size"],
@@ -82,16 +82,16 @@ def granitehybrid_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         "shared_intermediate_size": metadata.integer(shared, values["intermediate_size"]),
     }
     key_heads = _of_layers(metadata, values, KEY_HEADS)
-    found["num_key_value_heads"] = _one_number(metadata, KEY_HEADS, key_heads)
-    found["layer_types"] = ["attention" if count else "mamba" for count in key_heads]
+    sizes["num_key_value_heads"] = _one_number(metadata, KEY_HEADS, key_heads)
+    sizes["layer_types"] = ["attention" if count else "mamba" for count in key_heads]
     if not metadata.integer("expert_count", 0):
-        return {**found, "num_local_experts": 0}
+        return {**sizes, "num_local_experts": 0}
     always_renormalised(metadata)
-    return {**found, **expert_keys(metadata, "num_local_experts", values["intermediate_size"], shared)}
+    return {**sizes, **expert_keys(metadata, "num_local_experts", values["intermediate_size"], shared)}
 
 
 def nemotron_h_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    heads, width, found = _mixer_keys(metadata)
+    heads, width, sizes = _mixer_keys(metadata)
     key_heads, neurons = (_of_layers(metadata, values, key) for key in (KEY_HEADS, NEURONS))
     sparse = metadata.integer("expert_count", 0) > 0
     kinds = []
@@ -103,12 +103,12 @@ def nemotron_h_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
             )
         kind = "moe" if sparse else "mlp"
         kinds.append("attention" if count else kind if inner else "mamba")
-    found = {
+    sizes = {
         "mamba_num_heads": heads,
         "mamba_head_dim": width,
-        "ssm_state_size": found["d_state"],
-        "n_groups": found["n_groups"],
-        "conv_kernel": found["d_conv"],
+        "ssm_state_size": sizes["d_state"],
+        "n_groups": sizes["n_groups"],
+        "conv_kernel": sizes["d_conv"],
         "use_conv_bias": _has(metadata, ".ssm_conv1d.bias"),
         "layers_block_type": kinds,
         "num_key_value_heads": _one_number(metadata, KEY_HEADS, key_heads),
@@ -120,7 +120,7 @@ def nemotron_h_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     }
     # Files may have the same number for norms of another form.
     metadata.reader.only(f"{metadata.prefix}attention.layer_norm_epsilon", values["rms_norm_eps"])
-    return {**found, **_nemotron_experts(metadata)} if sparse else found
+    return {**sizes, **_nemotron_experts(metadata)} if sparse else sizes
 
 
 def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
     )
     groups, chosen, scale = "expert_group_count", "expert_group_used_count", "expert_weights_scale"
     number = metadata.integer(groups, 0) or 1
-    found = expert_keys(
+    keys = expert_keys(
         metadata,
         "n_routed_experts",
         0,
@@ -137,7 +137,7 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
         gating="sigmoid",
     )
     return {
-        **found,
+        **keys,
         "moe_intermediate_size": metadata.integer(inner),
         "moe_shared_expert_intermediate_size": metadata.integer(shared),
         "n_shared_experts": metadata.integer(count, 1),
@@ -151,9 +151,9 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
 
 def falcon_h1_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Files don't say where a norm stands; llama.cpp runs all of them behind the gate."""
-    heads, width, found = _mixer_keys(metadata)
+    heads, width, sizes = _mixer_keys(metadata)
     return {
-        **{f"mamba_{key}": value for key, value in found.items()},
+        **{f"mamba_{key}": value for key, value in sizes.items()},
         "mamba_n_heads": heads,
         "mamba_d_head": width,
         "mamba_d_ssm": heads * width,
@@ -165,7 +165,7 @@ def falcon_h1_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def restored_mixers(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors with values and shapes as a checkpoint has them."""
-    found: dict[str, SourceTensor] = {}
+    restored: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         for old, new in SUFFIXES.items():
             if name.endswith(old):
@@ -176,8 +176,8 @@ def restored_mixers(tensors: Tensors, config: ModelConfig) -> Tensors:
             for size in tensor.shape:
                 count *= size
             tensor = replace(tensor, shape=(count,))
-        found[name] = DecayLogs(name, tensor) if name.endswith(".A_log") else tensor
-    return found
+        restored[name] = DecayLogs(name, tensor) if name.endswith(".A_log") else tensor
+    return restored
 
 
 def restored_granite(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -216,13 +216,13 @@ def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
 
 def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
     """The number of all layers that have any; 1 if none has. Raises UnsupportedModelError for several."""
-    found = sorted(set(numbers) - {0})
-    if len(found) > 1:
+    distinct = sorted(set(numbers) - {0})
+    if len(distinct) > 1:
         raise UnsupportedModelError(
-            f"{metadata.header.file}: {metadata.prefix}{key} has {', '.join(map(str, found[:8]))}; layers "
+            f"{metadata.header.file}: {metadata.prefix}{key} has {', '.join(map(str, distinct[:8]))}; layers "
             "must have one number, or 0"
         )
-    return found[0] if found else 1
+    return distinct[0] if distinct else 1
 
 
 def _has(metadata: Metadata, ending: str) -> bool:

@@ -61,23 +61,23 @@ class Metadata:
 
     def array(self, key: str) -> list[float] | None:
         """An array of finite numbers, at least LEAST_NUMBER, or None where the key is missing."""
-        found = self.header.numbers(self.prefix + key)
-        if found is None:
+        numbers = self.header.numbers(self.prefix + key)
+        if numbers is None:
             return None
-        values = np.maximum(found.astype(np.float64), LEAST_NUMBER).tolist()
+        values = np.maximum(numbers.astype(np.float64), LEAST_NUMBER).tolist()
         return self.reader.with_value(self.prefix + key, values).numbers(self.prefix + key)
 
     def rows(self, name: str) -> int:
         """Rows of a matrix. Raises CheckpointError if there is none of this name."""
-        found = self.stored.get(name)
-        if found is None or len(found.entry.shape) != 2:
+        tensor = self.stored.get(name)
+        if tensor is None or len(tensor.entry.shape) != 2:
             raise CheckpointError(f"{self.header.file} has no matrix {name}; is the download complete?")
-        return found.entry.shape[0]
+        return tensor.entry.shape[0]
 
     def vector(self, name: str) -> list[float]:
         """The values of a vector, at most MAX_VECTOR. Raises CheckpointError if there is no such vector."""
-        found = self.stored.get(name)
-        if found is None or len(found.entry.shape) != 1 or found.entry.shape[0] > MAX_VECTOR:
+        tensor = self.stored.get(name)
+        if tensor is None or len(tensor.entry.shape) != 1 or tensor.entry.shape[0] > MAX_VECTOR:
             raise CheckpointError(f"{self.header.file} has no vector {name}; is the download complete?")
-        values: list[float] = source_tensor(name, found.file, name, found.entry).vector().tolist()
+        values: list[float] = source_tensor(name, tensor.file, name, tensor.entry).vector().tolist()
         return values

@@ -56,8 +56,8 @@ def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         )
 
     def with_sinks(kind: str) -> bool:
-        its = (layer for layer, of_layer in enumerate(kinds) if of_layer == kind)
-        return any(f"blk.{layer}.attn_sinks.weight" in metadata.stored for layer in its)
+        layers_of_kind = (layer for layer, of_layer in enumerate(kinds) if of_layer == kind)
+        return any(f"blk.{layer}.attn_sinks.weight" in metadata.stored for layer in layers_of_kind)
 
     routers = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(layers)]
     return {
@@ -103,17 +103,17 @@ def restored_mimo2(tensors: Tensors, config: ModelConfig) -> Tensors:
 
     Raises CheckpointError for experts that are missing, and for tensors of other shapes.
     """
-    found = dict(restored_experts(tensors, config))
+    restored = dict(restored_experts(tensors, config))
     for layer, spec in enumerate(config.layers):
         prefix, name = f"model.layers.{layer}.self_attn.", LayerNames(layer)
-        if (sinks := found.pop(f"{prefix}sinks.weight", None)) is not None:
-            found[f"{prefix}sinks"] = sinks
-        fused, rows, first = found.pop(f"{prefix}qkv_proj.weight", None), config.projection_sizes(spec), 0
+        if (sinks := restored.pop(f"{prefix}sinks.weight", None)) is not None:
+            restored[f"{prefix}sinks"] = sinks
+        fused, rows, first = restored.pop(f"{prefix}qkv_proj.weight", None), config.projection_sizes(spec), 0
         if fused is None:
             continue
         check_shape(fused, (sum(rows.values()), config.hidden_size))
         for which, count in rows.items():
             new = name.projection(which)
-            found[new] = RowsOf(new, fused, np.arange(first, first + count))
+            restored[new] = RowsOf(new, fused, np.arange(first, first + count))
             first += count
-    return found
+    return restored

@@ -97,9 +97,9 @@ def open_gguf_of(
         tokenizer = read_gguf_tokenizer(header, folder, config.vocab_size)
         refused.pop_all()
     part = PART.fullmatch(name)
-    whole = f"{part['stem']}.gguf" if part else name
+    joined_name = f"{part['stem']}.gguf" if part else name
     return Checkpoint(
-        name=printable(folder.repository_file(whole) or Path(whole).stem),
+        name=printable(folder.repository_file(joined_name) or Path(joined_name).stem),
         source_format="gguf",
         config=config,
         tensors=tensors,
@@ -195,10 +195,10 @@ def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
 def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """The values that a `config.json` would have. Unknown keys of the architecture are refused by name."""
     prefix = f"{header.text('general.architecture')}."
-    own = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
+    family_values = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
     scalars = {
         key: _scalar(value[:1] if key.removeprefix(prefix) in family.varied and _is_array(value) else value)
-        for key, value in own.items()
+        for key, value in family_values.items()
     }
     reader = ConfigReader(scalars, header.file)
     metadata = Metadata(header, reader, prefix, stored)
@@ -318,10 +318,10 @@ def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
     blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**WHOLE_NAMES, **family.wholes}
     names = {}
     for name in stored:
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             continue
-        block, module, expert, kind = found.groups()
+        block, module, expert, kind = match.groups()
         module = module if expert is None else f"{module}.{{}}"
         new = wholes.get(module) if block is None else blocks.get(module, "").format(expert)
         if new:

@@ -64,9 +64,9 @@ def open_parts(named: str, opened: Callable[[str], Part]) -> list[Part]:
         if sum(len(part.header.tensors) for part in parts) > MAX_TENSORS:
             raise CheckpointError(f"the parts of {match['stem']} have more than {MAX_TENSORS} tensors")
     total = parts[0].header.integer("split.tensors.count")
-    found = sum(len(part.header.tensors) for part in parts)
-    if total is not None and total != found:
+    present = sum(len(part.header.tensors) for part in parts)
+    if total is not None and total != present:
         raise CheckpointError(
-            f"the parts of {match['stem']} have {found} tensors of {total}; download them again"
+            f"the parts of {match['stem']} have {present} tensors of {total}; download them again"
         )
     return parts

@@ -134,10 +134,10 @@ class QuantizedTensor:
         """
         if stored.tiles_only:
             return self._tile_rows(start, stop, stored) if stored == self.tile_format else None
-        own = self.code_format
-        if own is None or stored.bits == 16 or own.bits > stored.bits or stored.group_size != 32:
+        source = self.code_format
+        if source is None or stored.bits == 16 or source.bits > stored.bits or stored.group_size != 32:
             return None
-        if (stored.implied_bias and not own.implied_bias) or stored.mxfp4 != own.mxfp4:
+        if (stored.implied_bias and not source.implied_bias) or stored.mxfp4 != source.mxfp4:
             return None
         if start == stop:
             return SourceCodes(*(np.empty((0, 0), dtype=np.uint8) for _ in range(3)))
@@ -145,11 +145,11 @@ class QuantizedTensor:
         rows, cols = len(read), self.shape[-1]
         codes = np.empty((rows, cols * stored.bits // 8), dtype=np.uint8)
         # A block of 32 has a scale, and a bias that isn't implied, in float16.
-        halves = self.type.block == 32 and stored.implied_bias == own.implied_bias
+        halves = self.type.block == 32 and stored.implied_bias == source.implied_bias
         dtype = np.float16 if halves else np.float32
-        scales = np.empty((rows, cols // 32), dtype=np.uint8 if own.mxfp4 else dtype)
+        scales = np.empty((rows, cols // 32), dtype=np.uint8 if source.mxfp4 else dtype)
         biases = np.empty((rows, cols // 32 if stored.has_biases else 0), dtype=dtype)
-        if own.mxfp4:
+        if source.mxfp4:
             _native.copy_mxfp4_blocks(read, codes, scales)
         elif halves:
             bits = scales.view(np.uint16), biases.view(np.uint16)

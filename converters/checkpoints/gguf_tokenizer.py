@@ -80,15 +80,15 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     bos_id, eos_ids = _bos_id(header, tokens, vocab_size), _eos_ids(header, tokens, text, vocab_size)
     if folder.has(TOKENIZER_FILES["tokenizers"]):
         config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
-        found = read_tokenizer(folder, config, {}, vocab_size)
-        _check_same(found, tokens, header)
+        files = read_tokenizer(folder, config, {}, vocab_size)
+        _check_same(files, tokens, header)
         # A template beside the file comes before the file's own, which then needn't be one that can be used.
-        blob = None if CHAT_TEMPLATE in found.blobs else _template(header)
-        info = replace(found.info, infill=infill)
+        blob = None if CHAT_TEMPLATE in files.blobs else _template(header)
+        info = replace(files.info, infill=infill)
         if blob is None:
-            return TokenizerFiles(info, found.blobs)
+            return TokenizerFiles(info, files.blobs)
         info = replace(info, chat_template=CHAT_TEMPLATE)
-        return TokenizerFiles(info, {**found.blobs, CHAT_TEMPLATE: blob})
+        return TokenizerFiles(info, {**files.blobs, CHAT_TEMPLATE: blob})
     blob = _template(header)
     blobs = {} if blob is None else {CHAT_TEMPLATE: blob}
     chat_template = None if blob is None else CHAT_TEMPLATE
@@ -281,10 +281,10 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: di
     return bpe_json(vocabulary, kept, added, rules)
 
 
-def _check_same(found: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
+def _check_same(files: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
     """Raises CheckpointError if a `tokenizer.json` beside the file has other tokens than the file's
     metadata."""
-    document = json.loads(found.blobs[TOKENIZER_FILES["tokenizers"]])
+    document = json.loads(files.blobs[TOKENIZER_FILES["tokenizers"]])
     vocabulary: dict[str, int] = document["model"]["vocab"]
     for token, (text, kind) in enumerate(tokens):
         if kind == proto.NORMAL and vocabulary.get(text, token) != token:
@@ -317,8 +317,8 @@ def _eos_ids(
     ids = {text: token for token, (text, _) in enumerate(tokens)}
     ends = ending_names(ids, control, template)
     goes_on = ids.get(MESSAGE_END) if messages_go_on(ids) else None
-    found = (*named, *(token for text, token in ids.items() if text in ends))
-    return tuple(dict.fromkeys(token for token in found if token not in (None, goes_on)))
+    candidates = (*named, *(token for text, token in ids.items() if text in ends))
+    return tuple(dict.fromkeys(token for token in candidates if token not in (None, goes_on)))
 
 
 def _quoted(name: str | None) -> str:

@@ -65,11 +65,11 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     by_mlx = _quantised_by_mlx(values)
     description = describe_model(values)
     with ExitStack() as refused:
-        found = stored_tensors(folder, values, refused)
+        stored = stored_tensors(folder, values, refused)
         if description.stored is not None:
-            description = description.stored(found)
+            description = description.stored(stored)
         config = description.config
-        tensors = _select(description.adapt(found), config)
+        tensors = _select(description.adapt(stored), config)
         generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
         tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)
         refused.pop_all()
@@ -141,19 +141,19 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
 
     Without `do_sample` the file means greedy decoding, which is a temperature of 0.
     """
-    found: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     for name, (low, high) in GENERATION_RANGES.items():
         value: Any = values.get(name)
         if type(value) in (int, float) and low <= value <= high:
-            found[name] = int(value) if isinstance(high, int) else float(value)
-    if found.get("temperature", 1.0) < LEAST_TEMPERATURE:
-        found["temperature"] = 0.0
+            defaults[name] = int(value) if isinstance(high, int) else float(value)
+    if defaults.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        defaults["temperature"] = 0.0
     if values.get("do_sample") is True:
-        found.setdefault("temperature", 1.0)
-    elif found:
-        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
-        found["temperature"] = 0.0
-    return found
+        defaults.setdefault("temperature", 1.0)
+    elif defaults:
+        defaults = {name: value for name, value in defaults.items() if name == "repetition_penalty"}
+        defaults["temperature"] = 0.0
+    return defaults
 
 
 def all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:

@@ -137,12 +137,12 @@ def _floats(config: ModelConfig, tied: bool) -> int:
 
 
 def _tensors(file: SourceFile, config: ModelConfig, tied: bool) -> dict[str, StoredTensor]:
-    whole = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
+    model_names = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
     tensors: dict[str, StoredTensor] = {}
     offset = HEADER.size
     for section, shape in _sections(config, tied):
-        if section in whole:
-            tensors[whole[section]] = StoredTensor(whole[section], "F32", shape, file, offset)
+        if section in model_names:
+            tensors[model_names[section]] = StoredTensor(model_names[section], "F32", shape, file, offset)
         elif section:
             pairs = config.head_dim if section in ("q", "k") else 0
             for layer in range(config.num_layers):

@@ -69,10 +69,10 @@ def read_quantisation(values: Mapping[str, Any]) -> MlxQuantisation | None:
                 f"writes it: how the weights are quantised isn't known; {UNQUANTISED}"
             )
         return None
-    found = _parse(content, KEY)
-    if copy and _parse(copy, COPY_KEY) != found:
+    quantisation = _parse(content, KEY)
+    if copy and _parse(copy, COPY_KEY) != quantisation:
         raise CheckpointError(f"config.json: {KEY} and {COPY_KEY} contradict each other; {SAME_REPOSITORY}")
-    return found
+    return quantisation
 
 
 def quantised_tensors(
@@ -91,7 +91,7 @@ def quantised_tensors(
         )
     for module, wanted in quantisation.modules.items():
         _check_exception(module, wanted, module in modules, tensors)
-    found: dict[str, SourceTensor] = {}
+    sources: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if part == "weight" and tensor.dtype == "U32" and module not in modules:
@@ -100,10 +100,10 @@ def quantised_tensors(
                 "download complete?"
             )
         if module not in modules or part not in ("weight", "scales", "biases"):
-            found[name] = floating(tensor)
+            sources[name] = floating(tensor)
     for module in sorted(modules):
-        found[f"{module}.weight"] = _joined(module, quantisation.of(module), tensors)
-    return found
+        sources[f"{module}.weight"] = _joined(module, quantisation.of(module), tensors)
+    return sources
 
 
 def _joined(module: str, wanted: MlxFormat | None, tensors: Mapping[str, RawTensor]) -> MlxTensor:

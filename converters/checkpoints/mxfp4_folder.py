@@ -48,21 +48,23 @@ def experts_of(tensors: Mapping[str, RawTensor]) -> dict[str, SourceTensor]:
 
     Raises CheckpointError for blocks and scales that don't belong together.
     """
-    found: dict[str, SourceTensor] = {}
+    sources: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(BLOCKS)
         if name.endswith(SCALES) and f"{name.removesuffix(SCALES)}{BLOCKS}" in tensors:
             continue
         if stem == name or tensor.dtype != "U8":
-            found[name] = floating(tensor)
+            sources[name] = floating(tensor)
             continue
         scales = tensors.get(f"{stem}{SCALES}")
         _check(tensor, scales)
         assert scales is not None
         for expert in range(tensor.shape[0]):
-            own = f"{stem}.{expert}"
-            found[own] = MlxTensor(own, 4, GROUP, _one(tensor, expert), _one(scales, expert), None)
-    return found
+            expert_name = f"{stem}.{expert}"
+            sources[expert_name] = MlxTensor(
+                expert_name, 4, GROUP, _one(tensor, expert), _one(scales, expert), None
+            )
+    return sources
 
 
 def _check(blocks: RawTensor, scales: RawTensor | None) -> None:

@@ -50,11 +50,11 @@ def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
             raise CheckpointError(f"{source} has {len(models)} GGUF models; name one, as {models[0]}")
         SourceFolder(source).file(models[0].name)  # refuses a link that leads out
         return _open_file(models[0])
-    found = [path for path in sorted(source.glob("*.bin")) if path.is_file() and is_llama2c(path)]
-    if len(found) == 1:
-        return open_llama2c(found[0])
-    if found:
-        raise CheckpointError(f"{source} has {len(found)} llama2.c checkpoints; name one, as {found[0]}")
+    paths = [path for path in sorted(source.glob("*.bin")) if path.is_file() and is_llama2c(path)]
+    if len(paths) == 1:
+        return open_llama2c(paths[0])
+    if paths:
+        raise CheckpointError(f"{source} has {len(paths)} llama2.c checkpoints; name one, as {paths[0]}")
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES and path.is_file():
             return _open_file(path)

@@ -129,8 +129,8 @@ def _spells(tokenizer: Tokenizer) -> bool:
     """True if a letter of a plain text, or of the first tokens' texts, survives encoding and decoding."""
 
     def comes_back(text: str) -> bool:
-        found = tokenizer.decode(tokenizer.encode(text, add_bos=False))
-        return not set(text).isdisjoint(set(found) - {" ", "\N{REPLACEMENT CHARACTER}"})
+        decoded = tokenizer.decode(tokenizer.encode(text, add_bos=False))
+        return not set(text).isdisjoint(set(decoded) - {" ", "\N{REPLACEMENT CHARACTER}"})
 
     if comes_back(PROBE):
         return True

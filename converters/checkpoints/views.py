@@ -124,11 +124,11 @@ class RowsOf(View):
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         picks = self.picks[start:stop]
         first = int(picks.min())
-        found = self.source.quantised_rows(first, int(picks.max()) + 1, stored)
-        if found is None:
+        rows = self.source.quantised_rows(first, int(picks.max()) + 1, stored)
+        if rows is None:
             return None
         taken = picks - first
-        return SourceCodes(found.codes[taken], found.scales[taken], found.biases[taken])
+        return SourceCodes(rows.codes[taken], rows.scales[taken], rows.biases[taken])
 
     def vector(self) -> NDArray[np.float32]:
         return self.source.vector()[self.picks]
@@ -192,13 +192,19 @@ class ColumnsOf(View):
 
     @property
     def code_format(self) -> RowFormat | None:
-        own = self.source.code_format
-        return own if own is not None and self.unit % own.group_size == 0 else None
+        source_format = self.source.code_format
+        return (
+            source_format if source_format is not None and self.unit % source_format.group_size == 0 else None
+        )
 
     @property
     def tile_format(self) -> RowFormat | None:
-        own = self.source.tile_format
-        return own if own is not None and self.unit % _columns_together(own) == 0 else None
+        source_format = self.source.tile_format
+        return (
+            source_format
+            if source_format is not None and self.unit % _columns_together(source_format) == 0
+            else None
+        )
 
     def rows(self, start: int, stop: int) -> Weights:
         return self.source.rows(start, stop)[:, self.picks]
@@ -211,18 +217,18 @@ class ColumnsOf(View):
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Whole groups of columns trade places, with their scales."""
         size = _columns_together(stored)
-        found = None if self.unit % size else self.source.quantised_rows(start, stop, stored)
-        if found is None:
+        rows = None if self.unit % size else self.source.quantised_rows(start, stop, stored)
+        if rows is None:
             return None
-        groups = found.codes.shape[1] * 8 // (stored.bits * size)
+        groups = rows.codes.shape[1] * 8 // (stored.bits * size)
         order = np.arange(groups)
         order[: len(self.picks) // size] = self.picks[::size] // size
 
         def ordered(values: NDArray[Any]) -> NDArray[Any]:
             return values.reshape(len(values), groups, -1)[:, order].reshape(values.shape)
 
-        biases = ordered(found.biases) if found.biases.shape[1] else found.biases
-        return SourceCodes(ordered(found.codes), ordered(found.scales), biases)
+        biases = ordered(rows.biases) if rows.biases.shape[1] else rows.biases
+        return SourceCodes(ordered(rows.codes), ordered(rows.scales), biases)
 
     def vector(self) -> NDArray[np.float32]:
         raise ValueError(f"{self.name} is a matrix")
@@ -251,8 +257,8 @@ class HeadsTransposed(ComputedView):
     def rows(self, start: int, stop: int) -> Weights:
         unit = self.row_unit
         first, last = start // unit, -(-stop // unit)
-        whole = np.concatenate([self._head(head, 0, self.count) for head in range(first, last)])
-        return whole[start - first * unit : stop - first * unit]
+        heads = np.concatenate([self._head(head, 0, self.count) for head in range(first, last)])
+        return heads[start - first * unit : stop - first * unit]
 
     def columns(self, start: int, stop: int) -> Weights:
         return np.concatenate([self._head(head, start, stop) for head in range(self.heads)])
@@ -336,7 +342,7 @@ class Matrices(View):
 
     name: str
     parts: tuple[SourceTensor, ...]
-    beside: bool = False
+    by_columns: bool = False
 
     @property
     def source(self) -> SourceTensor:  # type: ignore[override]
@@ -345,13 +351,13 @@ class Matrices(View):
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
         """First row, or column, of each part, and the end of the last."""
-        return np.cumsum([0, *(part.shape[self.beside] for part in self.parts)])
+        return np.cumsum([0, *(part.shape[self.by_columns] for part in self.parts)])
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.parts[0].shape
         end = int(self._starts[-1])
-        return (rows, end) if self.beside else (end, columns)
+        return (rows, end) if self.by_columns else (end, columns)
 
     @cached_property
     def nbytes(self) -> int:
@@ -372,32 +378,32 @@ class Matrices(View):
     @property
     def code_format(self) -> RowFormat | None:
         """The last part's. Side by side, or of several types, none are kept."""
-        return None if self.beside or not self._alike else self.parts[-1].code_format
+        return None if self.by_columns or not self._alike else self.parts[-1].code_format
 
     @property
     def tile_format(self) -> RowFormat | None:
-        return None if self.beside or not self._alike else self.parts[-1].tile_format
+        return None if self.by_columns or not self._alike else self.parts[-1].tile_format
 
     @cached_property
     def _alike(self) -> bool:
         return len({part.dtype for part in self.parts}) == 1
 
     def rows(self, start: int, stop: int) -> Weights:
-        if self.beside:
+        if self.by_columns:
             return np.concatenate([part.rows(start, stop) for part in self.parts], axis=1)
         return np.concatenate([part.rows(*span) for part, span in self._spans(start, stop)])
 
     def columns(self, start: int, stop: int) -> Weights:
-        if not self.beside:
+        if not self.by_columns:
             return np.concatenate([part.columns(start, stop) for part in self.parts])
         return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
 
     def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        if self.beside or not self._alike:
+        if self.by_columns or not self._alike:
             return None
-        found = [part.quantised_rows(*span, stored) for part, span in self._spans(start, stop)]
-        codes = [it for it in found if it is not None]
-        if len(codes) < len(found):
+        parts = [part.quantised_rows(*span, stored) for part, span in self._spans(start, stop)]
+        codes = [it for it in parts if it is not None]
+        if len(codes) < len(parts):
             return None
         return SourceCodes(
             *(np.concatenate([getattr(it, name) for it in codes]) for name in ("codes", "scales", "biases"))
@@ -427,14 +433,14 @@ def _columns_together(stored: RowFormat) -> int:
 
 def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
     """As of `SourceTensor`, of parts one after the other."""
-    found = b""
+    data = b""
     for part in parts:
-        if len(found) == nbytes:
+        if len(data) == nbytes:
             break
         if start < part.nbytes:
-            found += part.sample(start, nbytes - len(found))
+            data += part.sample(start, nbytes - len(data))
         start = max(0, start - part.nbytes)
-    return found
+    return data
 
 
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:

@@ -75,9 +75,9 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
     """All tensors of the folder, whose file may have any name if there is one alone."""
-    found = [name for name in folder.names() if name.endswith(".safetensors")]
-    if len(found) == 1:
-        return read_tensors(opened.enter_context(closing(folder.open(found[0]))))
+    names = [name for name in folder.names() if name.endswith(".safetensors")]
+    if len(names) == 1:
+        return read_tensors(opened.enter_context(closing(folder.open(names[0]))))
     return all_tensors(folder, opened)
 
 
@@ -88,15 +88,15 @@ def _named(raw: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
             f"{len(raw)} tensors are more than an EAGLE-3 head has, which is one layer; give the head's own "
             "folder, not the model's"
         )
-    found: dict[str, RawTensor] = {}
+    named: dict[str, RawTensor] = {}
     for name, tensor in raw.items():
         short = name.removeprefix("model.")
         for prefix in LAYER_PREFIXES:
             short = short.replace(prefix, "layer.", 1) if short.startswith(prefix) else short
-        if short in found:
+        if short in named:
             raise CheckpointError(f"{plain(name)} is there twice under two names; download the head again")
-        found[short] = tensor
-    return found
+        named[short] = tensor
+    return named
 
 
 def _described(
@@ -168,16 +168,16 @@ def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
     nested = ConfigReader(reader.section("eagle_config") or {}, "config.json: eagle_config")
     nested.only("use_aux_hidden_state", True)
-    own, left = reader.numbers(key), nested.numbers(key)
+    listed, left = reader.numbers(key), nested.numbers(key)
     nested.close()
-    found = own or ([it + 1 for it in left] if left else [2, layers // 2, layers - 3])
-    if len(found) != EAGLE_TAPS or not all(it == int(it) and 0 <= it <= layers for it in found):
+    taps = listed or ([it + 1 for it in left] if left else [2, layers // 2, layers - 3])
+    if len(taps) != EAGLE_TAPS or not all(it == int(it) and 0 <= it <= layers for it in taps):
         raise CheckpointError(
-            f"the head reads hidden states that enter layers {', '.join(f'{it:g}' for it in found[:8])}; "
+            f"the head reads hidden states that enter layers {', '.join(f'{it:g}' for it in taps[:8])}; "
             f"three from 0 to {layers} are known here, as the model has {layers} layers: name them in "
             f"config.json's {key}"
         )
-    return tuple(int(it) for it in found)
+    return tuple(int(it) for it in taps)
 
 
 def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> dict[str, Weights]:
@@ -206,33 +206,33 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
         expected["lm_head.weight"] = (layer.tokens, width)
     if layer.own_embeddings:
         expected["embed_tokens.weight"] = (target.vocab_size, width)
-    found = _checked(raw, expected)
+    weights = _checked(raw, expected)
     if layer.embedding_width(target) != width:
         raise CheckpointError(
             f"the head has no embeddings of its own and a width of {width}; the model's have "
             f"{target.embedding_size}"
         )
-    qkv = np.concatenate([found[f"{projections}{it}_proj.weight"] for it in sizes])
-    arrays = {f"fc.{tap}": part for tap, part in enumerate(np.hsplit(found["fc.weight"], EAGLE_TAPS))}
+    qkv = np.concatenate([weights[f"{projections}{it}_proj.weight"] for it in sizes])
+    arrays = {f"fc.{tap}": part for tap, part in enumerate(np.hsplit(weights["fc.weight"], EAGLE_TAPS))}
     arrays |= {"qkv.embedding": qkv[:, :width], "qkv.hidden": qkv[:, width:]}
-    arrays |= {"out": found[f"{projections}o_proj.weight"]}
-    arrays |= {it: found[f"layer.mlp.{it}_proj.weight"] for it in ("gate", "up", "down")}
+    arrays |= {"out": weights[f"{projections}o_proj.weight"]}
+    arrays |= {it: weights[f"layer.mlp.{it}_proj.weight"] for it in ("gate", "up", "down")}
     arrays |= {
-        "embedding_norm": found["layer.input_layernorm.weight"],
-        "hidden_norm": found["layer.hidden_norm.weight"],
-        "feed_forward_norm": found["layer.post_attention_layernorm.weight"],
-        "final_norm": found["norm.weight"],
+        "embedding_norm": weights["layer.input_layernorm.weight"],
+        "hidden_norm": weights["layer.hidden_norm.weight"],
+        "feed_forward_norm": weights["layer.post_attention_layernorm.weight"],
+        "final_norm": weights["norm.weight"],
     }
     if layer.qkv_bias:
-        arrays["qkv.bias"] = np.concatenate([found[f"{projections}{it}_proj.bias"] for it in sizes])
+        arrays["qkv.bias"] = np.concatenate([weights[f"{projections}{it}_proj.bias"] for it in sizes])
     if layer.output_bias:
-        arrays["out.bias"] = found[f"{projections}o_proj.bias"]
+        arrays["out.bias"] = weights[f"{projections}o_proj.bias"]
     if layer.own_embeddings:
-        arrays[EMBEDDINGS] = found["embed_tokens.weight"]
+        arrays[EMBEDDINGS] = weights["embed_tokens.weight"]
     if layer.own_head:
         tokens = _target_tokens(layer, raw, target)
         order = np.argsort(tokens, kind="stable")
-        arrays |= {"head": found["lm_head.weight"][order], TOKENS: tokens[order]}
+        arrays |= {"head": weights["lm_head.weight"][order], TOKENS: tokens[order]}
     return arrays
 
 
@@ -247,7 +247,7 @@ def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...
     extra = sorted(set(raw) - set(expected) - IGNORED - {"d2t"})
     if extra:
         raise UnsupportedModelError(f"{len(extra)} tensors are no part of an EAGLE-3 head, {some_of(extra)}")
-    found: dict[str, Weights] = {}
+    weights: dict[str, Weights] = {}
     for name, shape in expected.items():
         tensor = floating(raw[name])
         if tensor.shape != shape:
@@ -255,8 +255,8 @@ def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...
                 f"{name} has shape {list(tensor.shape)}; config.json and the model ask for {list(shape)}: "
                 "take the head that was trained for this model"
             )
-        found[name] = tensor.vector() if len(shape) == 1 else tensor.rows(0, shape[0])
-    return found
+        weights[name] = tensor.vector() if len(shape) == 1 else tensor.rows(0, shape[0])
+    return weights
 
 
 def _target_tokens(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> NDArray[np.int64]:
@@ -264,14 +264,14 @@ def _target_tokens(layer: DraftLayer, raw: Mapping[str, RawTensor], target: Mode
 
     Raises CheckpointError.
     """
-    own = np.arange(layer.tokens, dtype=np.int64)
+    head_ids = np.arange(layer.tokens, dtype=np.int64)
     offsets = raw.get("d2t")
     if offsets is None:
         if layer.tokens != target.vocab_size:
             raise CheckpointError(
                 f"the head has {layer.tokens} of {target.vocab_size} tokens, and no d2t that says which"
             )
-        return own
+        return head_ids
     if offsets.dtype != "I64" or offsets.shape != (layer.tokens,):
         raise CheckpointError(
             f"d2t is {offsets.dtype} {list(offsets.shape)}; it must be I64 [{layer.tokens}], an offset each"
@@ -280,7 +280,7 @@ def _target_tokens(layer: DraftLayer, raw: Mapping[str, RawTensor], target: Mode
     # Before the sum, which could overflow.
     if (values < -target.vocab_size).any() or (values > target.vocab_size).any():
         raise CheckpointError("d2t has offsets beyond the vocabulary; download the head again")
-    tokens: NDArray[np.int64] = own + values
+    tokens: NDArray[np.int64] = head_ids + values
     if tokens.min() < 0 or tokens.max() >= target.vocab_size or len(np.unique(tokens)) < len(tokens):
         raise CheckpointError(
             f"d2t's offsets don't give each token another id from 0 to {target.vocab_size - 1}; download the "

@@ -71,8 +71,8 @@ def has_layers_ahead(source: str | Path) -> bool:
 
     Raises ModelNotFoundError for no folder, CheckpointError for one whose config can't be read.
     """
-    own = _own(SourceFolder(Path(source)).json("config.json", MAX_CONFIG_BYTES))
-    return own.get("model_type") in TYPES_AHEAD or any(own.get(key) for key in LAYER_COUNTS)
+    config = _text_config(SourceFolder(Path(source)).json("config.json", MAX_CONFIG_BYTES))
+    return config.get("model_type") in TYPES_AHEAD or any(config.get(key) for key in LAYER_COUNTS)
 
 
 def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> DraftLayer:
@@ -88,11 +88,11 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
     check_draft_layers_possible(bundle)
     folder = SourceFolder(Path(source))
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    _check_one_layer(_own(values))
+    _check_one_layer(_text_config(values))
     model = describe_model(values)
     if model.ahead is None:
         raise UnsupportedModelError(
-            f"config.json: model_type is {plain(str(_own(values).get('model_type')))}; layers that predict "
+            f"config.json: model_type is {plain(str(_text_config(values).get('model_type')))}; layers that predict "
             "tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash, DeepSeek V3 and "
             "MiMo V2 Flash"
         )
@@ -104,7 +104,7 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
         return write_draft_layer(bundle.path, layer, _arrays(layer, config, tensors, bundle.config))
 
 
-def _own(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text model, where a config has several models'."""
     kind, inner = values.get("model_type"), values.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(inner, dict):
@@ -112,14 +112,14 @@ def _own(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"model_type": MULTIMODAL[kind].text_type, **inner}
 
 
-def _check_one_layer(own: Mapping[str, Any]) -> None:
+def _check_one_layer(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for several layers, and for one with embeddings of its own."""
     for key in LAYER_COUNTS:
-        if (count := own.get(key, 1)) != 1 and own.get("model_type") not in SEVERAL_LAYERS:
+        if (count := config.get(key, 1)) != 1 and config.get("model_type") not in SEVERAL_LAYERS:
             raise UnsupportedModelError(
                 f"config.json: {key} is {plain(str(count))}; a draft layer is one layer"
             )
-    if own.get("mtp_use_dedicated_embeddings"):
+    if config.get("mtp_use_dedicated_embeddings"):
         raise UnsupportedModelError(
             "config.json: mtp_use_dedicated_embeddings is true; embeddings of the layer's own aren't read"
         )
@@ -128,10 +128,10 @@ def _check_one_layer(own: Mapping[str, Any]) -> None:
 def _check_same_model(config: ModelConfig, target: ModelConfig) -> None:
     """Raises CheckpointError for a checkpoint whose shape isn't the bundle's."""
     for name in SAME_SIZES:
-        own, wanted = getattr(config, name), getattr(target, name)
-        if own != wanted:
+        value, wanted = getattr(config, name), getattr(target, name)
+        if value != wanted:
             raise CheckpointError(
-                f"config.json: {name} is {own}, and the bundle's is {wanted}; take the checkpoint that the "
+                f"config.json: {name} is {value}, and the bundle's is {wanted}; take the checkpoint that the "
                 "bundle was made from"
             )
 
@@ -201,21 +201,21 @@ def _arrays(
     _check_tensors(tensors, shapes)
     joined = _rows(tensors[JOINING])
     qkv = [to_float32(_rows(tensors[names.projection(which)])) for which in projections]
-    found: dict[str, Weights | Pieces] = {
+    arrays: dict[str, Weights | Pieces] = {
         "joined.embedding": joined[:, :width],
         "joined.hidden": joined[:, width:],
         "qkv": np.concatenate(qkv),
     }
     if layer.qkv_bias:
-        found["qkv.bias"] = np.concatenate(
+        arrays["qkv.bias"] = np.concatenate(
             [tensors[names.projection_bias(it)].vector() for it in projections]
         )
-    found |= {name: _rows(tensors[it]) for name, it in matrices.items() if name in sizes}
-    found |= {name: tensors[it].vector() for name, it in vectors.items() if name in lengths}
+    arrays |= {name: _rows(tensors[it]) for name, it in matrices.items() if name in sizes}
+    arrays |= {name: tensors[it].vector() for name, it in vectors.items() if name in lengths}
     for which, each in experts.items():
         reads = tuple(partial(_rows, tensors[it]) for it in each)
-        found[f"experts.{which}"] = Pieces(sizes[f"experts.{which}"].shape, reads)
-    return found
+        arrays[f"experts.{which}"] = Pieces(sizes[f"experts.{which}"].shape, reads)
+    return arrays
 
 
 def _matrix_names(names: LayerNames) -> dict[str, str]:

@@ -95,19 +95,19 @@ def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, W
             raise CheckpointError(f"the draft layer lacks the array {name!r} of shape {shape}")
         if arrays[name].shape != shape:
             raise CheckpointError(f"{name} has shape {arrays[name].shape}; it must be {shape}")
-        if name in vectors and not np.isfinite(_whole(arrays, name)).all():
+        if name in vectors and not np.isfinite(_array(arrays, name)).all():
             raise CheckpointError(f"{name} holds values that are not finite; take another draft layer")
     if layer.own_head:
-        tokens = _whole(arrays, TOKENS)
+        tokens = _array(arrays, TOKENS)
         if tokens[0] < 0 or tokens[-1] >= target.vocab_size or (np.diff(tokens) <= 0).any():
             raise CheckpointError(f"tokens aren't ascending ids from 0 to {target.vocab_size - 1}")
 
 
-def _whole(arrays: Mapping[str, Weights | Pieces], name: str) -> Weights:
+def _array(arrays: Mapping[str, Weights | Pieces], name: str) -> Weights:
     """An array that isn't in pieces."""
-    found = arrays[name]
-    assert not isinstance(found, Pieces)
-    return found
+    array = arrays[name]
+    assert not isinstance(array, Pieces)
+    return array
 
 
 def _stored(
@@ -120,24 +120,24 @@ def _stored(
     runner = _native.Runner(usable_cores(), "auto")
 
     def matrix(name: str, bits: Bits) -> Iterator[NDArray[Any]]:
-        source, found, first = arrays[name], list[NDArray[Any]](), 0
-        for read in source.reads if isinstance(source, Pieces) else (lambda: _whole(arrays, name),):
+        source, columns, first = arrays[name], list[NDArray[Any]](), 0
+        for read in source.reads if isinstance(source, Pieces) else (lambda: _array(arrays, name),):
             rows = quantize(runner, np.ascontiguousarray(read()), bits, name)
             parts = (rows.codes,) if bits == 16 else (rows.codes, rows.scales, rows.biases)
             if len(rows.codes) == source.shape[0]:
                 yield from parts
                 return
             # Pieces go where they are to be, as what would join them would hold them all twice.
-            found = found or [np.empty((source.shape[0], it.shape[1]), it.dtype) for it in parts]
-            for whole, part in zip(found, parts, strict=True):
-                whole[first : first + len(part)] = part
+            columns = columns or [np.empty((source.shape[0], it.shape[1]), it.dtype) for it in parts]
+            for joined, part in zip(columns, parts, strict=True):
+                joined[first : first + len(part)] = part
             first += len(rows.codes)
-        yield from found
+        yield from columns
 
     for name in layer.vectors(target):
-        yield _whole(arrays, name).astype("<f4")
+        yield _array(arrays, name).astype("<f4")
     if layer.own_head:
-        yield _whole(arrays, TOKENS).astype("<u4")
+        yield _array(arrays, TOKENS).astype("<u4")
     for name, stored in layer.matrices(target).items():
         yield from matrix(name, ROUTER_BITS if stored.halves else layer.bits)
     if layer.own_embeddings:

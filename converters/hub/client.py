@@ -178,13 +178,13 @@ class HubClient:
             and response.headers.get("content-length") == str(total)
         ):
             return
-        found = _RANGE.fullmatch(response.headers.get("content-range", ""))
-        if response.status_code != 206 or found is None:
+        match = _RANGE.fullmatch(response.headers.get("content-range", ""))
+        if response.status_code != 206 or match is None:
             raise DownloadError(
                 f"{where} can't be read in parts: the server ignores which bytes are asked for; download the "
                 "repository with --keep-source"
             )
-        first, last, size = map(int, found.groups())
+        first, last, size = map(int, match.groups())
         if size != total:
             raise CheckpointError(
                 f"{where} has {size} bytes, and {total} are listed; the hub contradicts itself, try later"
@@ -277,13 +277,13 @@ class PartStream:
         Raises BrokenConnectionError if there are none.
         """
         while not self._rest:
-            asked = time.monotonic()
+            begun = time.monotonic()
             chunk = next(self._chunks, None)
             if chunk is None or self._left == 0:
                 raise BrokenConnectionError("the answer ended too early")
             self._rest = memoryview(chunk)[: self._left]
             self._left -= len(self._rest)
-            self._require_pace(time.monotonic() - asked, len(chunk))
+            self._require_pace(time.monotonic() - begun, len(chunk))
         count = min(len(view), len(self._rest))
         view[:count] = self._rest[:count]
         self._rest = self._rest[count:]
@@ -324,8 +324,8 @@ def _check_version(source: RemoteUrl, headers: Any) -> None:
 
 def _asked_wait(headers: Any) -> float:
     """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
-    found = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
-    return float(found[1]) if found else 0.0
+    match = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
+    return float(match[1]) if match else 0.0
 
 
 def _checked_endpoint(endpoint: str) -> str:

@@ -62,13 +62,13 @@ def open_repository(repository: str, file: str, spool_folder: Path) -> OpenedRep
 
 def cached(listing: Listing) -> Path | None:
     """The checkpoint of a repository in the hub's cache, if that has all of its files."""
-    found = {
+    paths = {
         name: try_to_load_from_cache(listing.repository, name, revision=listing.commit)
         for name in listing.files
     }
-    if not all(isinstance(path, str) for path in found.values()):
+    if not all(isinstance(path, str) for path in paths.values()):
         return None
-    return _checkpoint(listing.file, str(found[listing.file or "config.json"]))
+    return _checkpoint(listing.file, str(paths[listing.file or "config.json"]))
 
 
 def _checkpoint(file: str, cached_file: str) -> Path:
@@ -91,8 +91,8 @@ def cached_offline(repository: str, file: str) -> Path | None:
 
     It is for when nobody can ask whether that is all.
     """
-    found = try_to_load_from_cache(repository, file or "config.json")
-    return _checkpoint(file, found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(repository, file or "config.json")
+    return _checkpoint(file, path) if isinstance(path, str) else None
 
 
 def download(listing: Listing, on_file: OnFile) -> Path:
@@ -101,18 +101,18 @@ def download(listing: Listing, on_file: OnFile) -> Path:
     What an interrupted download left is used. Raises DownloadError.
     """
     total = sum(file.nbytes for file in listing.files.values())
-    done, first, found = 0, listing.file or "config.json", ""
+    done, first, first_path = 0, listing.file or "config.json", ""
     for name in sorted(listing.files):
         on_file(name, done, total)
         path = _downloaded(listing, name, listing.commit)
-        found = path if name == first else found
+        first_path = path if name == first else first_path
         done += listing.files[name].nbytes
     # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`. All is
     # here already, so that nothing is lost if that fails.
     with suppress(DownloadError):
         if _newest_commit(listing) == listing.commit:
             _downloaded(listing, first, "main")
-    return _checkpoint(listing.file, found)
+    return _checkpoint(listing.file, first_path)
 
 
 def _downloaded(listing: Listing, name: str, revision: str) -> str:
@@ -124,8 +124,8 @@ def _newest_commit(listing: Listing) -> str | None:
     """The commit that the hub has now. A newer one's file would be downloaded if it were asked for."""
     name = listing.file or "config.json"
     with _download_errors(listing, name):
-        found: str | None = get_hf_file_metadata(hf_hub_url(listing.repository, name)).commit_hash
-        return found
+        commit: str | None = get_hf_file_metadata(hf_hub_url(listing.repository, name)).commit_hash
+        return commit
 
 
 @contextmanager

@@ -135,8 +135,8 @@ class RemoteFile(SourceFile):
     def _tensor_at(self, offset: int) -> tuple[int, int, str]:
         """(start, stop, name) of the tensor that holds byte `offset`; of nothing if none is known to."""
         at = bisect_right(self._tensors, offset, key=lambda tensor: tensor[0]) - 1
-        found = self._tensors[at] if at >= 0 else (0, 0, "")
-        return found if offset < found[1] else (offset, offset, "")
+        span = self._tensors[at] if at >= 0 else (0, 0, "")
+        return span if offset < span[1] else (offset, offset, "")
 
     def _keep(self, position: int, stream: PartStream, read_on: bool) -> None:
         if not read_on or stream.is_done or position in self._streams:

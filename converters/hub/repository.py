@@ -116,8 +116,8 @@ def _listed(repository: str, name: str, entry: dict[str, Any]) -> ListedFile:
             f"the hub lists {name} of {repository} with the size {shown(nbytes)}, which no file has"
         )
     stored = entry.get("lfs")
-    found = stored.get("sha256") if isinstance(stored, dict) else entry.get("blobId")
-    return ListedFile(nbytes, found if isinstance(found, str) and _IDENTITY.fullmatch(found) else "")
+    digest = stored.get("sha256") if isinstance(stored, dict) else entry.get("blobId")
+    return ListedFile(nbytes, digest if isinstance(digest, str) and _IDENTITY.fullmatch(digest) else "")
 
 
 class RemoteFolder(SourceFolder):
@@ -151,9 +151,9 @@ class RemoteFolder(SourceFolder):
         place = f"{self._folder}{name}/"
         if not any(file.startswith(place) for file in self._listing.files):
             return None
-        found = RemoteFolder(self._client, self._listing, self._spool, place)
-        found.read_names = self.read_names
-        return found
+        subfolder = RemoteFolder(self._client, self._listing, self._spool, place)
+        subfolder.read_names = self.read_names
+        return subfolder
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         listed = self._file(name)

@@ -146,7 +146,7 @@ def rounded_by_columns(
                     for start in blocks
                 ]
             )
-    return {name: _beside([_stacked(rows) for rows in blocks]) for name, blocks in parts.items()}
+    return {name: _side_by_side([_stacked(rows) for rows in blocks]) for name, blocks in parts.items()}
 
 
 def rounded_by_rows(
@@ -194,20 +194,20 @@ def _rounded(
             f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was "
             "not saved properly; download it again, or save it again in float32 with finite weights"
         )
-    found = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
-    return RoundedRows(found, layout.cols, _squares(found, stored, weights))
+    rounded = QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
+    return RoundedRows(rounded, layout.cols, _squares(rounded, stored, weights))
 
 
 def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArray[np.float64]:
     """(R, 2), as RoundedRows has them, of rows of weights (R, C)."""
-    found = np.empty((len(weights), 2))
+    squares = np.empty((len(weights), 2))
     for start in range(0, len(weights), COMPARED_ROWS):
         part = slice(start, start + COMPARED_ROWS)
         some = QuantizedRows(rows.codes[part], rows.scales[part], rows.biases[part])
         exact = weights[part].astype(np.float64)
         off = dequantize(some, stored, weights.shape[1]) - exact
-        found[part] = np.stack([np.square(off).sum(axis=1), np.square(exact).sum(axis=1)], axis=1)
-    return found
+        squares[part] = np.stack([np.square(off).sum(axis=1), np.square(exact).sum(axis=1)], axis=1)
+    return squares
 
 
 def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
@@ -223,7 +223,7 @@ def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
     )
 
 
-def _beside(parts: Sequence[RoundedRows]) -> RoundedRows:
+def _side_by_side(parts: Sequence[RoundedRows]) -> RoundedRows:
     """Rows whose columns are those of all parts, side by side; all but the last have whole groups."""
     return RoundedRows(
         QuantizedRows(

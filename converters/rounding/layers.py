@@ -251,22 +251,24 @@ class LayerRounding:
         """Begin with what enters the first layer."""
         for piece in self._pieces:
             starts = range(0, len(piece), CHUNK_TOKENS)
-            found = [model.entering(piece[start : start + CHUNK_TOKENS], start) for start in starts]
-            self.residuals.append(_joined([copies for copies, _ in found]))
-            inputs = [chunk for _, chunk in found if chunk is not None]
+            entered = [model.entering(piece[start : start + CHUNK_TOKENS], start) for start in starts]
+            self.residuals.append(_joined([copies for copies, _ in entered]))
+            inputs = [chunk for _, chunk in entered if chunk is not None]
             self._per_layer.append(np.concatenate(inputs) if inputs else None)
 
     def _run_piece(self, model: Transformer, layer: int, index: int, kv: SequenceState) -> None:
         """Run the layer, the last of `model`, over a piece's residuals, which become its output."""
         piece, inputs = self._pieces[index], self._per_layer[index]
-        width, last, found = model.config.per_layer_width, model.config.num_layers - 1, []
+        width, last, outputs = model.config.per_layer_width, model.config.num_layers - 1, []
         for start in range(0, len(piece), CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
-            own = None if inputs is None else inputs[rows, layer * width : (layer + 1) * width]
-            copies = model.layer(last, [copy[rows] for copy in self.residuals[index]], piece[rows], kv, own)
+            layer_inputs = None if inputs is None else inputs[rows, layer * width : (layer + 1) * width]
+            copies = model.layer(
+                last, [copy[rows] for copy in self.residuals[index]], piece[rows], kv, layer_inputs
+            )
             # The arrays that a backend returns are valid only until its next op.
-            found.append([np.array(copy) for copy in copies])
-        self.residuals[index] = _joined(found)
+            outputs.append([np.array(copy) for copy in copies])
+        self.residuals[index] = _joined(outputs)
 
 
 def _joined(chunks: Sequence[Copies]) -> Copies:

@@ -78,22 +78,22 @@ class WatchedWeights:
             )
         return layer_weights(backend, config, spec, loaded, feed_forward)
 
-    def model(self, layers: Sequence[LayerWeights], whole: bool) -> ModelWeights:
-        """The layers, with the checkpoint's own embedding. whole: with what comes before and behind them.
+    def model(self, layers: Sequence[LayerWeights], with_ends: bool) -> ModelWeights:
+        """The layers, with the checkpoint's own embedding. with_ends: with what comes before and behind them.
 
         The last norm and the head are missing.
         """
         config, tensors = self._checkpoint.config, self._checkpoint.tensors
-        if not whole:
+        if not with_ends:
             return ModelWeights(tensors[names.EMBEDDING], layers, None, None)
-        positions, own = None, {}
+        positions, model_weights = None, {}
         if config.learned_positions:
             table = tensors[names.POSITIONS]
             positions = to_float32(table.rows(0, table.shape[0]))
         for weight in model_weight_shapes(config):
             watched = _OF_MODEL.get(weight.name, "")
-            own[weight.name] = self._weight(weight, names.model_weight(weight.name), watched)
-        blocks = blocks_of_model(config, own, tensors.get(names.PER_LAYER))
+            model_weights[weight.name] = self._weight(weight, names.model_weight(weight.name), watched)
+        blocks = blocks_of_model(config, model_weights, tensors.get(names.PER_LAYER))
         return ModelWeights(tensors[names.EMBEDDING], layers, None, None, positions, **blocks)
 
     def final_norm(self) -> Norm:

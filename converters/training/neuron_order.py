@@ -75,12 +75,12 @@ def order_neurons(
     needed beside it, holds files that no conversion put there, FlashReadError, BundleError.
     """
     with _claimed(bundle) as folder:
-        whole = False
+        complete = False
         try:
             orders = _write_ordered(bundle, folder.partial, activations, tokens, on_progress)
-            whole = True
+            complete = True
         finally:
-            if not whole:
+            if not complete:
                 # A partial ordered bundle is useless: it can't be resumed.
                 folder.clear()
         folder.publish()

@@ -71,7 +71,7 @@ def train_ngrams(
     on_progress(0.0, f"sorting {len(tokens)} tokens")
     rows = distinct_windows(tokens)
     on_progress(0.5, f"{len(rows.tokens)} distinct windows")
-    contexts, own = frequent_contexts(rows)
+    contexts, frequent_rows = frequent_contexts(rows)
     starts = rows.tokens[::PAGE_ROWS, :MAX_CONTEXT]
     pages, frequent = len(starts), len(contexts)
     if pages + frequent > MAX_PAGES:
@@ -81,13 +81,13 @@ def train_ngrams(
         )
     on_progress(0.8, f"writing {pages + frequent} pages")
     parts = [rows.part(slice(start, start + PAGE_ROWS)) for start in range(0, len(rows.tokens), PAGE_ROWS)]
-    arrays = [*_pages(parts), *_pages(own), starts, contexts]
+    arrays = [*_pages(parts), *_pages(frequent_rows), starts, contexts]
     layout = ngrams_layout(pages, frequent)
     sha256, crcs = write_tensors(NGRAMS_SIDECAR, layout, arrays, output)
-    found = Ngrams(tokenizer_digest(bundle.manifest), len(tokens), pages, frequent, sha256)
-    save_sidecar(NGRAMS_SIDECAR, ngrams_text(found, crcs), output)
+    ngrams = Ngrams(tokenizer_digest(bundle.manifest), len(tokens), pages, frequent, sha256)
+    save_sidecar(NGRAMS_SIDECAR, ngrams_text(ngrams, crcs), output)
     on_progress(1.0, "written")
-    return found
+    return ngrams
 
 
 def distinct_windows(tokens: Words) -> Rows:
@@ -104,7 +104,7 @@ def frequent_contexts(rows: Rows) -> tuple[Words, list[Rows]]:
 
     A context of fewer than M tokens is filled with NO_TOKEN.
     """
-    found: list[tuple[Words, Rows]] = []
+    contexts_with_rows: list[tuple[Words, Rows]] = []
     for length in range(1, MAX_CONTEXT + 1):
         bounds = _bounds(rows.tokens[:, :length])
         for first in np.flatnonzero(np.diff(bounds) > PAGE_ROWS):
@@ -112,10 +112,10 @@ def frequent_contexts(rows: Rows) -> tuple[Words, list[Rows]]:
             context = np.full(MAX_CONTEXT, NO_TOKEN, np.uint32)
             context[:length] = chosen.tokens[0, :length]
             if NO_TOKEN not in context[:length]:
-                found.append((context, pruned(chosen, length, PAGE_ROWS)))
-    found.sort(key=lambda entry: entry[0].tolist())
-    contexts = np.array([context for context, _ in found], np.uint32).reshape(-1, MAX_CONTEXT)
-    return contexts, [own for _, own in found]
+                contexts_with_rows.append((context, pruned(chosen, length, PAGE_ROWS)))
+    contexts_with_rows.sort(key=lambda entry: entry[0].tolist())
+    contexts = np.array([context for context, _ in contexts_with_rows], np.uint32).reshape(-1, MAX_CONTEXT)
+    return contexts, [context_rows for _, context_rows in contexts_with_rows]
 
 
 def pruned(rows: Rows, length: int, most: int) -> Rows:
@@ -158,10 +158,10 @@ def _pages(parts: list[Rows]) -> Iterator[Words]:
     """Pages of at most PAGE_ROWS rows each: tokens and count of each row, NO_TOKEN and 0 behind the last."""
     for start in range(0, len(parts), WRITTEN_PAGES):
         group = parts[start : start + WRITTEN_PAGES]
-        found = np.full((len(group), PAGE_ROWS, WINDOW + 1), NO_TOKEN, np.uint32)
-        found[:, :, WINDOW] = 0
-        for page, rows in zip(found, group, strict=True):
+        padded = np.full((len(group), PAGE_ROWS, WINDOW + 1), NO_TOKEN, np.uint32)
+        padded[:, :, WINDOW] = 0
+        for page, rows in zip(padded, group, strict=True):
             page[: len(rows.tokens), :WINDOW] = rows.tokens
             page[: len(rows.counts), WINDOW] = rows.counts
         tail = np.zeros((len(group), PAGE_BYTES // 4 - PAGE_ROWS * (WINDOW + 1)), np.uint32)
-        yield np.concatenate([found.reshape(len(group), -1), tail], axis=1)
+        yield np.concatenate([padded.reshape(len(group), -1), tail], axis=1)

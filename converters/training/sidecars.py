@@ -98,14 +98,14 @@ def copied_bundle(bundle: Bundle, output: Path) -> Iterator[Path]:
         # An unfinished copy is of no use: claiming the folder deletes it.
         folder.check(resume=True, force=False)
         folder.claim(resume=False)
-        whole = False
+        complete = False
         try:
             copy_bundle(bundle, folder.copy)
             yield folder.copy
             _copy_documents(bundle.path, folder.copy)
-            whole = True
+            complete = True
         finally:
-            if not whole:
+            if not complete:
                 folder.discard()
         folder.publish()
 

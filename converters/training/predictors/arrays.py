@@ -69,8 +69,8 @@ class NumpyArrays:
         rows = max(1, BLOCK_VALUES * len(first) // first.size)
         for start in range(0, len(first), rows):
             block = slice(start, start + rows)
-            found = function(*(array[block] for array in (*changing, *others)))
-            for array, values in zip(changing, found, strict=True):
+            results = function(*(array[block] for array in (*changing, *others)))
+            for array, values in zip(changing, results, strict=True):
                 array[block] = values
         return tuple(changing)
 

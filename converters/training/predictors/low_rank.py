@@ -115,7 +115,7 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
     group, place = np.divmod(ids // block, every)
     drawn = np.random.default_rng(0).integers(every, size=group[-1] + 1)
     held = place == drawn[group]
-    calibrating, measuring = (ids[held & (group % 2 == turn)] for turn in (0, 1))
+    calibrating, measuring = (ids[held & (group % 2 == parity)] for parity in (0, 1))
     return ids[~held], HeldBack(calibrating, measuring, block)
 
 
@@ -144,7 +144,7 @@ def principal_components(
     inner = rows.T @ arrays.load(basis)
     values, vectors = np.linalg.eigh(arrays.to_numpy(inner.T @ (covariance @ inner)))
     variance = arrays.to_numpy(arrays.namespace.einsum("fd,fd->f", rows @ covariance, rows))
-    found = []
+    predictors = []
     for rank in ranks:
         strongest = np.argsort(values)[::-1][:rank]
         spread = np.sqrt(np.maximum(values[strongest], max(values.max() * 1e-6, 1e-12)))
@@ -154,8 +154,8 @@ def principal_components(
         scale = np.float32(LOGIT_OF_PROBIT) / np.maximum(left, np.float32(1e-12))
         bias = gate @ mean - up @ (down @ mean)
         bias = bias if shift is None else bias + shift
-        found.append(LayerPredictor(np.ascontiguousarray(down), up * scale[:, None], bias * scale))
-    return found
+        predictors.append(LayerPredictor(np.ascontiguousarray(down), up * scale[:, None], bias * scale))
+    return predictors
 
 
 def calibrate(
@@ -168,10 +168,10 @@ def calibrate(
     after it, as `store_predictor` in `predictors/train.py` does.
     """
     neurons, ids = len(predictor.bias), held.calibrating
-    found = thresholds(predictor.scores(inputs[ids]), bits(fired, ids, neurons), held.block)
-    shift = np.float32(found[RECALLS.index(recall)])
+    cuts = thresholds(predictor.scores(inputs[ids]), bits(fired, ids, neurons), held.block)
+    shift = np.float32(cuts[RECALLS.index(recall)])
     predictor = replace(predictor, bias=predictor.bias - shift)
-    wanted = [(target, threshold - float(shift)) for target, threshold in zip(RECALLS, found, strict=True)]
+    wanted = [(target, threshold - float(shift)) for target, threshold in zip(RECALLS, cuts, strict=True)]
     points = measure(predictor.scores, inputs, fired, held.measuring, neurons, wanted)
     return replace(predictor, points=points)
 

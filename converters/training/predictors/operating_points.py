@@ -79,14 +79,14 @@ def thresholds(
     active = np.sort(scores[fired])
     starts = np.arange(0, len(scores), block)
     firing = _per_block(fired, starts)
-    found: list[float] = []
-    asked = 0.0
+    cuts: list[float] = []
+    needed = 0.0
     for recall in recalls:
         hits = _per_block((scores > np.float32(_threshold(active, recall))) & fired, starts)
         # The error may fall faster than the target rises; a higher target still must not raise the threshold.
-        asked = max(asked, recall + MARGIN * _standard_error(hits, firing))
-        found.append(_threshold(active, min(1.0, asked)))
-    return tuple(found)
+        needed = max(needed, recall + MARGIN * _standard_error(hits, firing))
+        cuts.append(_threshold(active, min(1.0, needed)))
+    return tuple(cuts)
 
 
 def measure(
@@ -109,10 +109,10 @@ def measure(
     """
     hits, chosen, active = [0] * len(wanted), [0] * len(wanted), 0
     for piece in in_pieces(ids):
-        found, y = scores(inputs[piece]), bits(fired, piece, neurons)
+        piece_scores, y = scores(inputs[piece]), bits(fired, piece, neurons)
         active += int(np.count_nonzero(y))
         for index, (_, threshold) in enumerate(wanted):
-            selected = found > np.float32(threshold)
+            selected = piece_scores > np.float32(threshold)
             chosen[index] += int(np.count_nonzero(selected))
             hits[index] += int(np.count_nonzero(selected & y))
     values = len(ids) * neurons

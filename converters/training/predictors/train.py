@@ -257,8 +257,8 @@ def store_predictor(
         return _scores(runner, first, second, predictor.bias, x)
 
     ids = held.calibrating
-    found = thresholds(scores(inputs[ids]), bits(fired, ids, neurons), held.block)
-    wanted = list(zip(RECALLS, found, strict=True))
+    cuts = thresholds(scores(inputs[ids]), bits(fired, ids, neurons), held.block)
+    wanted = list(zip(RECALLS, cuts, strict=True))
     points = measure(scores, inputs, fired, held.measuring, neurons, wanted)
     log.info("rank %d: %s", rank, ", ".join(f"{100 * point.selected:.1f} %" for point in points))
     return StoredPredictor(stored_bits, down, up, predictor.bias, points)

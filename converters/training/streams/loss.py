@@ -117,25 +117,25 @@ class ResidentBackend(MlxFloatBackend):
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
-        own = batch.num_exact_rows
-        if self._parts and own < x.shape[0]:
-            text = super().feed_forward(x[:own], weight, spec, batch, norm)
+        text_rows = batch.num_exact_rows
+        if self._parts and text_rows < x.shape[0]:
+            text = super().feed_forward(x[:text_rows], weight, spec, batch, norm)
             first = weight.first(resident_prefix(weight.gate.shape[0], self._parts))
-            streams = super().feed_forward(x[own:], first, spec, batch, norm)
+            streams = super().feed_forward(x[text_rows:], first, spec, batch, norm)
             product = mx.concatenate([text, streams])
             return product if added is None else added + product
         if not self._tokens:
             return super().feed_forward(x, weight, spec, batch, norm, added)
         x = normed(x, norm)
         gates = activate(weight.gates(x), spec.activation, spec.threshold)
-        used = mx.stop_gradient(gates[:own]) != 0
+        used = mx.stop_gradient(gates[:text_rows]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
-        if own < x.shape[0]:
-            last = mx.arange(used.shape[0] - own, used.shape[0])[:, None] - mx.arange(self._tokens)
+        if text_rows < x.shape[0]:
+            last = mx.arange(used.shape[0] - text_rows, used.shape[0])[:, None] - mx.arange(self._tokens)
             resident = used[mx.maximum(last, 0)].any(axis=1)
-            resident = mx.repeat(resident, (x.shape[0] - own) // own, axis=0)
-            gates = mx.concatenate([gates[:own], mx.where(resident, gates[own:], 0.0)])
+            resident = mx.repeat(resident, (x.shape[0] - text_rows) // text_rows, axis=0)
+            gates = mx.concatenate([gates[:text_rows], mx.where(resident, gates[text_rows:], 0.0)])
         if self._tokens > 1:
             self._used[id(weight)] = used[1 - self._tokens :]
         product = weight.output(x, gates, spec)
@@ -214,11 +214,11 @@ def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) ->
     """Parameters at the start of training: adapters that add nothing, and embeddings that add little."""
     rng = np.random.default_rng(seed)
     shape = (streams.streams, config.hidden_size)
-    found = {EMBEDDINGS: mx.array(EMBEDDING_DEVIATION * rng.standard_normal(shape, np.float32))}
+    parameters = {EMBEDDINGS: mx.array(EMBEDDING_DEVIATION * rng.standard_normal(shape, np.float32))}
     for name, (rows, cols) in streams.matrices(config).items():
         values = rng.standard_normal((rows, cols), np.float32) / math.sqrt(cols)
-        found[name] = mx.array(values) if name.endswith(".down") else mx.zeros((rows, cols))
-    return found
+        parameters[name] = mx.array(values) if name.endswith(".down") else mx.zeros((rows, cols))
+    return parameters
 
 
 def stored_parameters(arrays: Mapping[str, Float32], bits: Literal[4, 8, 16]) -> dict[str, mx.array]:
@@ -311,9 +311,9 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
             main.append(model.run(ForwardBatch(tokens), kv, x=x).hidden)
         if len(run):
             tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
-            found = model.run(ForwardBatch(tokens), kv, x=x, prune=_all_with_streams)
-            main.append(found.hidden)
-            ends += [found.streams[token] for token in range(len(run))]
+            output = model.run(ForwardBatch(tokens), kv, x=x, prune=_all_with_streams)
+            main.append(output.hidden)
+            ends += [output.streams[token] for token in range(len(run))]
         at = run.stop
     return mx.concatenate(main), mx.stack(ends)
 
@@ -336,7 +336,7 @@ def _cross_entropy(logits: mx.array, tokens: mx.array) -> mx.array:
 
 def _likeliest(model: Transformer, hidden: mx.array) -> NDArray[np.int64]:
     """(n,) likeliest next tokens after hidden states (n, D)."""
-    found: list[Float32] = []
+    tokens: list[Float32] = []
     for start in range(0, hidden.shape[0], LOGIT_ROWS):
-        found.append(np.array(mx.argmax(model.logits(hidden[start : start + LOGIT_ROWS]), axis=-1)))
-    return np.concatenate(found).astype(np.int64)
+        tokens.append(np.array(mx.argmax(model.logits(hidden[start : start + LOGIT_ROWS]), axis=-1)))
+    return np.concatenate(tokens).astype(np.int64)

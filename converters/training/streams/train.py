@@ -358,11 +358,11 @@ class Training:
     def _restore(self) -> None:
         """Load the saved state. Raises OndeviceError for a file that isn't the state of such a training."""
         try:
-            arrays, own = load(self._path.read_bytes()), self._state()
-            for name in sorted(own.keys() | arrays.keys()):
-                found, expected = _kind(arrays.get(name)), _kind(own.get(name))
-                if found != expected:
-                    raise ValueError(f"{name} is {found}; it must be {expected}")
+            arrays, state = load(self._path.read_bytes()), self._state()
+            for name in sorted(state.keys() | arrays.keys()):
+                stored, expected = _kind(arrays.get(name)), _kind(state.get(name))
+                if stored != expected:
+                    raise ValueError(f"{name} is {stored}; it must be {expected}")
             step, tokens = (int(count) for count in arrays["counts"])
             if not 0 <= step <= self._options.steps or tokens < 0:
                 raise ValueError(f"it is at step {step} of {self._options.steps}, after {tokens} tokens")
