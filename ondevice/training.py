@@ -100,7 +100,7 @@ def train_predictors(
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = training.check(resolved.bundle, pieces, options)
     with _target(resolved, goal) as folder:
-        found = training.train_predictors(
+        predictors = training.train_predictors(
             resolved.bundle,
             pieces,
             folder,
@@ -112,15 +112,15 @@ def train_predictors(
     # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
     perplexity, points = measured_points(
         goal,
-        found.points,
-        [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
+        predictors.points,
+        [{"sparsity": "predicted", "predictor_recall": point.recall} for point in predictors.points],
         spread(measured, measured_tokens),
         runtime,
         on_progress,
     )
-    found = replace(found, perplexity=perplexity, points=points)
-    training.save_predictors(found, goal)
-    return found
+    predictors = replace(predictors, perplexity=perplexity, points=points)
+    training.save_predictors(predictors, goal)
+    return predictors
 
 
 def train_expert_costs(
@@ -167,10 +167,10 @@ def train_expert_costs(
         raise UnsupportedModelError(
             f"{resolved.bundle.name} has no lossy options to measure: its router is a sparsemixer"
         )
-    found = [piece for piece in _pieces(resolved, text, pieces, tokens) if len(piece) > 1]
-    if not found:
+    measurable = [piece for piece in _pieces(resolved, text, pieces, tokens) if len(piece) > 1]
+    if not measurable:
         raise UsageError("the text is too short to measure: it takes at least two tokens")
-    chosen = spread(found, measured_tokens)
+    chosen = spread(measurable, measured_tokens)
     # The budget is for a full context, so this one is as long as the pieces.
     runtime["max_context"] = max(map(len, chosen))
     counts = range(experts.chosen, 0, -1)
@@ -321,9 +321,9 @@ def train_streams(
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(resolved.bundle, pieces, left, chosen, on_progress, on_step)
     with _target(resolved, goal) as folder:
-        found: MultiStreams = trained.write(folder)
+        streams: MultiStreams = trained.write(folder)
     training.forget(left)
-    return found
+    return streams
 
 
 def _stream_training() -> ModuleType:

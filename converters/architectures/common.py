@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader, shown
 from ondevice.converters.architectures.rotary import RopeScaling, read_rope, rope_spec
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -374,7 +374,7 @@ def require_windows(kinds: Sequence[str], enabled: bool) -> None:
     if "sliding_attention" in kinds and not enabled:
         raise CheckpointError(
             "config.json: layer_types names sliding layers while use_sliding_window is false or "
-            f"sliding_window is null; {OWN_CONFIG}"
+            f"sliding_window is null; {CONFIG_REMEDY}"
         )
 
 
@@ -390,7 +390,7 @@ def read_layer_types(
         raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
     if len(kinds) != num_layers:
         raise CheckpointError(
-            f"config.json: layer_types names {len(kinds)} layers of {num_layers}; {OWN_CONFIG}"
+            f"config.json: layer_types names {len(kinds)} layers of {num_layers}; {CONFIG_REMEDY}"
         )
     return kinds
 

@@ -42,7 +42,7 @@ UNLESS_TRUE = frozenset({
 })
 """Keys that change something only where they are true."""
 # fmt: on
-OWN_CONFIG = "take config.json from the model's own repository"
+CONFIG_REMEDY = "take config.json from the model's own repository"
 SAME_REPOSITORY = "take config.json and the weights from the same repository"
 """Remedies for a damaged config, and for one that tensors don't go with."""
 INTEGER_LIMIT = 1 << 64

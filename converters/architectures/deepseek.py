@@ -31,7 +31,7 @@ from ondevice.converters.architectures.common import (
     read_activation,
     read_sizes,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
     join_experts,
     piece,
@@ -82,7 +82,7 @@ def _read(
         if size != wanted[key]:
             raise UnsupportedModelError(
                 f"config.json: {key} is {size}; with latent attention it must be {wanted[key]}, as other "
-                f"keys have it; {OWN_CONFIG}"
+                f"keys have it; {CONFIG_REMEDY}"
             )
     reader.only("qk_head_dim", latent.query_width)
     reader.only("attention_bias", False)
@@ -134,7 +134,7 @@ def _with_experts(
     if kinds is not None:
         if len(kinds) != config.num_layers or not set(kinds) <= {"dense", "sparse"}:
             raise CheckpointError(
-                "config.json: mlp_layer_types must name each layer `dense` or `sparse`; " + OWN_CONFIG
+                "config.json: mlp_layer_types must name each layer `dense` or `sparse`; " + CONFIG_REMEDY
             )
         sparse = [kind == "sparse" for kind in kinds]
     return with_experts(config, experts, sparse, shared) if any(sparse) else config

@@ -22,7 +22,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader, shown
 from ondevice.converters.architectures.granite import read_factor, read_multiplier
 from ondevice.converters.architectures.mamba2 import CONVOLUTION, mixer_tensors, read_mixer, require_silu
 from ondevice.converters.architectures.rotary import read_rope
@@ -123,7 +123,7 @@ def _factors(reader: ConfigReader, key: str, count: int) -> list[float]:
     if len(factors) != count or not all(1e-6 <= factor <= 1e6 for factor in factors):
         raise CheckpointError(
             f"config.json: {key} is {shown(factors)}; it must be {count} numbers from 1e-6 to 1e6; "
-            f"{OWN_CONFIG}"
+            f"{CONFIG_REMEDY}"
         )
     return factors
 

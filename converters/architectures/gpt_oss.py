@@ -23,7 +23,7 @@ from ondevice.converters.architectures.common import (
     require_windows,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
     ExpertNames,
     join_experts,
@@ -114,7 +114,7 @@ def _chosen(reader: ConfigReader) -> int:
     if reader.integer("experts_per_token", chosen) != chosen:
         raise CheckpointError(
             f"config.json: num_experts_per_tok is {chosen}, and experts_per_token "
-            f"{reader.integer('experts_per_token')}; {OWN_CONFIG}"
+            f"{reader.integer('experts_per_token')}; {CONFIG_REMEDY}"
         )
     return chosen
 

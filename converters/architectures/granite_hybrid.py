@@ -20,7 +20,7 @@ from ondevice.converters.architectures.common import (
     read_activation,
     read_sizes,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader, shown
 from ondevice.converters.architectures.experts import (
     join_experts,
     read_shared_neurons,
@@ -91,7 +91,7 @@ def _read_kinds(reader: ConfigReader, sizes: Sizes) -> list[str]:
         raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
     if len(kinds) != sizes.num_layers:
         raise CheckpointError(
-            f"config.json: layer_types names {len(kinds)} layers of {sizes.num_layers}; {OWN_CONFIG}"
+            f"config.json: layer_types names {len(kinds)} layers of {sizes.num_layers}; {CONFIG_REMEDY}"
         )
     return kinds
 

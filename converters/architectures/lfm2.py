@@ -22,7 +22,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.converters.architectures.tensors import FINAL_NORM, LayerNames
 from ondevice.converters.checkpoints.views import RowsOf
@@ -104,7 +104,7 @@ def _with_neurons(reader: ConfigReader) -> ConfigReader:
         if multiple < 1 or not 0 < factor <= SIZE_LIMITS["intermediate_size"]:
             raise CheckpointError(
                 f"config.json: block_multiple_of is {multiple} and block_ffn_dim_multiplier {factor:g}; both "
-                f"must be above 0, and the latter at most {SIZE_LIMITS['intermediate_size']}; {OWN_CONFIG}"
+                f"must be above 0, and the latter at most {SIZE_LIMITS['intermediate_size']}; {CONFIG_REMEDY}"
             )
         neurons = -(-int(factor * neurons) // multiple) * multiple
     return reader.with_value("intermediate_size", neurons)

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from ondevice.converters.architectures.adapting import check_shape, taps_first, written_by_mlx
 from ondevice.converters.architectures.common import Sizes, Tensors, float32
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import (
+    CONFIG_REMEDY,
+    SAME_REPOSITORY,
+    ConfigReader,
+    shown,
+)
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.converters.checkpoints.views import Matrices, RowsOf, Scaled, Transposed
@@ -48,7 +53,7 @@ def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
     if len(numbers) != 2:
         raise CheckpointError(
             f"config.json: {LIMITS} is {shown(limits)}; it must be two numbers, the least time step and the "
-            f"largest; {OWN_CONFIG}"
+            f"largest; {CONFIG_REMEDY}"
         )
     return float32(numbers[0]), None if unlimited else float32(numbers[1])
 
@@ -74,7 +79,7 @@ def read_mixer(reader: ConfigReader, sizes: Sizes, width: int | None = None) -> 
     if heads * each != width:
         raise CheckpointError(
             f"config.json: mamba_n_heads is {heads}, of {each} dimensions each; together they must have "
-            f"{width}; {OWN_CONFIG}"
+            f"{width}; {CONFIG_REMEDY}"
         )
     least, most = read_time_limits(reader)
     groups = reader.integer("mamba_n_groups", 1)

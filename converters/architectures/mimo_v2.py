@@ -29,7 +29,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader, shown
 from ondevice.converters.architectures.deepseek import experts_of_v3
 from ondevice.converters.architectures.experts import join_experts, read_training_keys, with_experts
 from ondevice.converters.architectures.glm4_moe import NAMES
@@ -98,7 +98,7 @@ def _eps(reader: ConfigReader) -> float:
     if reader.number("rms_norm_eps", eps) != eps:
         raise CheckpointError(
             f"config.json: layernorm_epsilon is {eps}, and rms_norm_eps {reader.number('rms_norm_eps')}; "
-            f"{OWN_CONFIG}"
+            f"{CONFIG_REMEDY}"
         )
     return eps
 
@@ -111,7 +111,7 @@ def _kinds(reader: ConfigReader, layers: int) -> list[str]:
         by_pattern = [LOCAL if flag else GLOBAL for flag in pattern]
         if kinds not in (None, by_pattern):
             raise CheckpointError(
-                f"config.json: layer_types and hybrid_layer_pattern contradict each other; {OWN_CONFIG}"
+                f"config.json: layer_types and hybrid_layer_pattern contradict each other; {CONFIG_REMEDY}"
             )
         return by_pattern
     return kinds or [LOCAL if i and (i + 1) % PERIOD else GLOBAL for i in range(layers)]
@@ -122,12 +122,12 @@ def _sparse(reader: ConfigReader, layers: int) -> list[bool]:
     flags, kinds = _flags(reader, "moe_layer_freq", layers), reader.texts("mlp_layer_types")
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}):
         raise CheckpointError(
-            f"config.json: mlp_layer_types must name each layer `dense` or `sparse`; {OWN_CONFIG}"
+            f"config.json: mlp_layer_types must name each layer `dense` or `sparse`; {CONFIG_REMEDY}"
         )
     named = None if kinds is None else [kind == "sparse" for kind in kinds]
     if flags is not None and named not in (None, flags):
         raise CheckpointError(
-            f"config.json: mlp_layer_types and moe_layer_freq contradict each other; {OWN_CONFIG}"
+            f"config.json: mlp_layer_types and moe_layer_freq contradict each other; {CONFIG_REMEDY}"
         )
     return flags or named or [layer > 0 for layer in range(layers)]
 
@@ -137,7 +137,7 @@ def _flags(reader: ConfigReader, key: str, layers: int) -> list[bool] | None:
     flags = reader.numbers(key)
     if flags is not None and (len(flags) != layers or not set(flags) <= {0.0, 1.0}):
         raise CheckpointError(
-            f"config.json: {key} must be a 0 or a 1 for each of {layers} layers; {OWN_CONFIG}"
+            f"config.json: {key} must be a 0 or a 1 for each of {layers} layers; {CONFIG_REMEDY}"
         )
     return None if flags is None else [flag == 1.0 for flag in flags]
 
@@ -231,7 +231,7 @@ def _check_older(reader: ConfigReader, key: str, value: float) -> None:
     """Raises CheckpointError where a key of the authors', which `transformers` keeps, says something else."""
     if (older := reader.number(key, value)) != value:
         raise CheckpointError(
-            f"config.json: {key} is {older:g}, and rope_parameters say {value:g}; {OWN_CONFIG}"
+            f"config.json: {key} is {older:g}, and rope_parameters say {value:g}; {CONFIG_REMEDY}"
         )
 
 

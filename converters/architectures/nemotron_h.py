@@ -22,7 +22,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader, shown
 from ondevice.converters.architectures.experts import (
     ExpertNames,
     join_experts,
@@ -153,7 +153,7 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
         from_names = [KINDS.get(kind, kind) for kind in named]
         if kinds and kinds != from_names:
             raise CheckpointError(
-                f"config.json: layers_block_type and hybrid_override_pattern differ; {OWN_CONFIG}"
+                f"config.json: layers_block_type and hybrid_override_pattern differ; {CONFIG_REMEDY}"
             )
         kinds = from_names
     if unknown := set(kinds) - set(MODULES):
@@ -163,12 +163,12 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
         )
     if not kinds:
         raise CheckpointError(
-            f"config.json has neither layers_block_type nor hybrid_override_pattern; {OWN_CONFIG}"
+            f"config.json has neither layers_block_type nor hybrid_override_pattern; {CONFIG_REMEDY}"
         )
     if reader.integer("num_hidden_layers", len(kinds)) != len(kinds):
         raise CheckpointError(
             f"config.json: num_hidden_layers is {reader.integer('num_hidden_layers')}, of which {len(kinds)} "
-            f"are named; {OWN_CONFIG}"
+            f"are named; {CONFIG_REMEDY}"
         )
     return kinds
 

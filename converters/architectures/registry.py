@@ -10,7 +10,7 @@ import numpy as np
 
 from ondevice.converters.architectures.bamboo import BAMBOO
 from ondevice.converters.architectures.common import Description, Tensors
-from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, OWN_CONFIG, ConfigReader, shown
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, HARMLESS_KEYS, ConfigReader, shown
 from ondevice.converters.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from ondevice.converters.architectures.falcon import FALCON
 from ondevice.converters.architectures.falcon_h1 import FALCON_H1
@@ -138,7 +138,7 @@ def describe(values: Mapping[str, Any]) -> Description:
         if str(error).startswith("config.json"):
             raise
         # Of ModelConfig or of a spec, which know of no file.
-        raise UnsupportedModelError(f"config.json: {error}; {OWN_CONFIG}") from error
+        raise UnsupportedModelError(f"config.json: {error}; {CONFIG_REMEDY}") from error
     reader.close(HARMLESS_KEYS)
     return replace(description, notes=(*description.notes, *_rope_notes(values, description.config)))
 

@@ -16,7 +16,7 @@ from ondevice.converters.architectures.common import (
     require_windows,
     score_scale,
 )
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, ConfigReader
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader
 from ondevice.converters.architectures.rotary import no_rope, read_rope
 from ondevice.errors import CheckpointError
 from ondevice.model_config import AttentionSpec, NormSpec
@@ -30,7 +30,7 @@ def _read(reader: ConfigReader) -> Description:
     if interval < 1 or (named is not None and (len(named) < count or not set(named) <= {0.0, 1.0})):
         raise CheckpointError(
             "config.json: no_rope_layers must hold 0 or 1 for each layer, and no_rope_layer_interval be 1 or "
-            f"more; {OWN_CONFIG}"
+            f"more; {CONFIG_REMEDY}"
         )
     turns = (
         [bool(value) for value in named[:count]]

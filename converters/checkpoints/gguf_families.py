@@ -92,7 +92,7 @@ from ondevice.model_config import ModelConfig
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors that rotary frequencies are divided by, for texts beyond the original context and within it."""
-WHOLE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Hugging Face's names of tensors outside the blocks, by those in files; `.weight` or `.bias` follows."""
 BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -148,7 +148,7 @@ class GgufFamily:
         norm_key: the key of the norms' epsilon in `config.json`.
         bias_key: the key there that says whether queries, keys and values have biases; empty if none does.
         fixed: values that all its models have, and files don't say.
-        blocks, wholes: names that differ from BLOCK_NAMES and WHOLE_NAMES; `{}` in both is an expert's
+        blocks, wholes: names that differ from BLOCK_NAMES and MODEL_NAMES; `{}` in both is an expert's
             number.
         keys: the values of its own keys, given the metadata and the values so far.
         restore: undoes what was done to its tensors, but for the order of rows and the names.

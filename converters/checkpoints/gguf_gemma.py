@@ -149,7 +149,8 @@ def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[i
         numbers = [int(value) for value in metadata.array(key) or []]
         if len(numbers) != layers:
             raise CheckpointError(
-                f"{metadata.header.file}: {metadata.prefix}{key} has {len(numbers)} values for {layers} layers"
+                f"{metadata.header.file}: {metadata.prefix}{key} has {len(numbers)} values for "
+                f"{layers} layers"
             )
         return numbers
     return [metadata.integer(key, default)] * layers

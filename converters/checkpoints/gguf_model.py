@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.converters.architectures.common import Description
-from ondevice.converters.architectures.config_reader import OWN_CONFIG, SAME_REPOSITORY, ConfigReader
+from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import LayerNames, tensor_shapes
 from ondevice.converters.checkpoints.base import (
@@ -36,8 +36,8 @@ from ondevice.converters.checkpoints.gguf_families import (
     GGUF_FAMILIES,
     LONG_FACTORS,
     MIXTRAL,
+    MODEL_NAMES,
     SHORT_FACTORS,
-    WHOLE_NAMES,
     GgufFamily,
 )
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
@@ -166,7 +166,7 @@ def _of_metadata(
     text = str(error)
     if text.startswith(header.file):
         return error
-    for remedy in (OWN_CONFIG, SAME_REPOSITORY):
+    for remedy in (CONFIG_REMEDY, SAME_REPOSITORY):
         text = text.replace(remedy, "download it again, or convert the Hugging Face folder it was made from")
     text = text.removeprefix("config.json: ").replace("config.json", "that config")
     return type(error)(f"{header.file}, whose metadata were read as a config.json: {text}")
@@ -315,7 +315,7 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
 def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
     """Names of the file's tensors by those that they have beside a `config.json`; of those that the family
     knows."""
-    blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**WHOLE_NAMES, **family.wholes}
+    blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**MODEL_NAMES, **family.wholes}
     names = {}
     for name in stored:
         match = _NAME.fullmatch(name)
@@ -337,7 +337,7 @@ def _usual_names(config: ModelConfig) -> dict[str, str]:
         modules["ffn_up"] = modules.pop("ffn_gate")
     names: dict[str, str] = {}
     for kind in ("weight", "bias"):
-        names |= {f"{new}.{kind}": f"{old}.{kind}" for old, new in WHOLE_NAMES.items()}
+        names |= {f"{new}.{kind}": f"{old}.{kind}" for old, new in MODEL_NAMES.items()}
         for layer in range(config.num_layers):
             for old, new in modules.items():
                 names[f"model.layers.{layer}.{new}.{kind}"] = f"blk.{layer}.{old}.{kind}"

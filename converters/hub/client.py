@@ -29,7 +29,7 @@ MAX_LISTING_BYTES = 16 << 20
 """Most bytes of a repository's description, which lists its files: some 50,000 of them."""
 ANSWER_SECONDS = 30.0
 """Longest wait for a connection, and for its next bytes."""
-WHOLE_SECONDS = 300.0
+FILE_SECONDS = 300.0
 """Longest time for a file that is read whole."""
 STALL_SECONDS, STALL_BYTES = 60.0, 1 << 16
 """A connection that brings fewer bytes than this in this time is given up like a broken one."""
@@ -126,7 +126,7 @@ class HubClient:
         """The hub's JSON description of a repository, with its files and their sizes."""
         url = f"{self.endpoint}/api/models/{repository}?blobs=true"
         source = RemoteUrl(url, repository, "the list of files")
-        data = self.whole(source, MAX_LISTING_BYTES, FIRST_RETRY_SECONDS)
+        data = self.read(source, MAX_LISTING_BYTES, FIRST_RETRY_SECONDS)
         try:
             return json.loads(data, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
@@ -134,17 +134,17 @@ class HubClient:
                 f"the hub's list of files of {repository} isn't sound JSON; try again later"
             ) from error
 
-    def whole(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
-        """A whole file of at most `limit` bytes. waits: as in `attempts`."""
+    def read(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
+        """The bytes of a file of at most `limit` bytes. waits: as in `attempts`."""
         attempts = self.attempts(source, waits)
         while True:
             try:
-                return self._whole(source, limit)
+                return self._read_once(source, limit)
             except BrokenConnectionError as error:
                 attempts.failed(error)
 
-    def _whole(self, source: RemoteUrl, limit: int) -> bytes:
-        deadline = time.monotonic() + WHOLE_SECONDS
+    def _read_once(self, source: RemoteUrl, limit: int) -> bytes:
+        deadline = time.monotonic() + FILE_SECONDS
         response = self._answer(source, {})
         data = bytearray()
         try:
@@ -155,7 +155,7 @@ class HubClient:
                         f"{source.what} of {source.repository} is larger than {limit} bytes; is it a model's?"
                     )
                 if time.monotonic() > deadline:
-                    raise BrokenConnectionError(f"it took more than {WHOLE_SECONDS:.0f} s")
+                    raise BrokenConnectionError(f"it took more than {FILE_SECONDS:.0f} s")
         finally:
             response.close()
         return bytes(data)
@@ -230,7 +230,7 @@ class HubClient:
     def _check_answer(self, source: RemoteUrl, response: Any) -> None:
         status, code = response.status_code, response.headers.get("x-error-code", "")
         if status in _RETRIED:
-            raise BrokenConnectionError(f"the server answers {status}", _asked_wait(response.headers))
+            raise BrokenConnectionError(f"the server answers {status}", _requested_wait(response.headers))
         if status not in (200, 206):
             raise _refusal(source, status, code, self.endpoint)
         answers = (*response.history, response)
@@ -322,7 +322,7 @@ def _check_version(source: RemoteUrl, headers: Any) -> None:
         )
 
 
-def _asked_wait(headers: Any) -> float:
+def _requested_wait(headers: Any) -> float:
     """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
     match = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(match[1]) if match else 0.0

@@ -159,7 +159,7 @@ class RemoteFolder(SourceFolder):
         listed = self._file(name)
         if listed.nbytes > limit:
             raise CheckpointError(f"{name} of {self.path} is larger than {limit} bytes; is it a model's?")
-        data = self._client.whole(self._url(name), limit)
+        data = self._client.read(self._url(name), limit)
         if len(data) != listed.nbytes:
             raise CheckpointError(
                 f"{name} of {self.path} has {len(data)} bytes, and {listed.nbytes} are listed; the hub "

@@ -77,8 +77,10 @@ class Rules:
         if not names:
             return json.dumps(text) if text else ""
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
-        found = (f"<[{self.special[it]}]>" if it in self.special else json.dumps(it) for it in parts if it)
-        return " ".join(found)
+        terminals = (
+            f"<[{self.special[it]}]>" if it in self.special else json.dumps(it) for it in parts if it
+        )
+        return " ".join(terminals)
 
     def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
         """A text that a schema describes, and what is behind it, which ends with the first of the marks.
@@ -161,7 +163,7 @@ def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
     schema = tool.parameters
     root = _followed(schema)
     defined = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    found = []
+    rules_of_pairs = []
     for name, value, is_required in _members(root, f"the arguments of {tool.name}"):
         before = rules.literal(form.before.replace("KEY", name))
         if is_text(value):
@@ -171,8 +173,8 @@ def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
             _require_local(value)
             body = f"{json_rule(_json(value, defined))} {rules.literal(form.behind)}"
         rule = rules.name(f"{before} {body} {rules.literal(form.between)}")
-        found.append(rule if is_required else f"{rule}?")
-    return " ".join(found)
+        rules_of_pairs.append(rule if is_required else f"{rule}?")
+    return " ".join(rules_of_pairs)
 
 
 def _json(value: Any, defined: Mapping[str, Any]) -> Constraint:
@@ -237,7 +239,7 @@ class _Gemma:
 
     def members(self, schema: Any, depth: int) -> str:
         """The body of a rule for an object."""
-        found = ""
+        more_pairs = ""
         members = list(_members(schema, "an object"))
         if not members and schema.get("additionalProperties", True) is not False and depth:
             return self._map(self.value(schema.get("additionalProperties", True), depth + 1))
@@ -247,11 +249,11 @@ class _Gemma:
                 raise ConstraintError(f"the property {name[:40]!r} can't be written in calls of this format")
             pair = f"{json.dumps(f'{name}:')} {self.value(value, depth + 1)}"
             # First with nothing before it, so without a comma.
-            others = "" if is_required else f" | {found or _NOTHING}"
-            found = self._rules.name(f"{pair} {more}{others}")
+            others = "" if is_required else f" | {more_pairs or _NOTHING}"
+            more_pairs = self._rules.name(f"{pair} {more}{others}")
             follows = f'"," {pair}' if is_required else f'("," {pair})?'
             more = self._rules.name(f"{follows} {more}")
-        return f'"{{" {found} "}}"'
+        return f'"{{" {more_pairs} "}}"'
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
         if kind == "object":
@@ -261,8 +263,8 @@ class _Gemma:
         if kind == "string":
             quote = self._rules.literal(GEMMA_QUOTE)
             return f"{quote} {self._rules.text(schema, GEMMA_QUOTE, self._marks)}"
-        own = {key: schema[key] for key in _TYPES[kind] if key in schema}
-        return json_rule(Constraint.json_schema({"type": kind} | own))
+        keywords = {key: schema[key] for key in _TYPES[kind] if key in schema}
+        return json_rule(Constraint.json_schema({"type": kind} | keywords))
 
     def _list(self, schema: Mapping[str, Any], depth: int) -> str:
         count, item = (
@@ -292,10 +294,10 @@ class _Gemma:
         return self._any
 
     def _reference(self, pointer: object, depth: int) -> str:
-        found, key = _referred(self._root, pointer), str(pointer)
+        schema, key = _referred(self._root, pointer), str(pointer)
         if key not in self._named:
             self._named[key] = f"defined_{len(self._named)}"
-            self._rules.set(self._named[key], self.value(found, depth + 1))
+            self._rules.set(self._named[key], self.value(schema, depth + 1))
         return self._named[key]
 
     def _written(self, value: Any) -> str:
@@ -333,10 +335,10 @@ def _only(schema: Any, keywords: Sequence[str], types: Sequence[str], what: str)
     if not isinstance(schema, Mapping):
         raise ConstraintError(f"the schema of {what} is of type {type(schema).__name__}")
     about = {*_ANY_TYPE, *(key for kind in types for key in _about(kind))} - {*keywords}
-    found = next((key for key in schema if key in about and schema[key] is not False), None)
-    if found is not None:
+    keyword = next((key for key in schema if key in about and schema[key] is not False), None)
+    if keyword is not None:
         raise ConstraintError(
-            f"the keyword {found} of {what} can't be enforced in calls of this format", found
+            f"the keyword {keyword} of {what} can't be enforced in calls of this format", keyword
         )
 
 
@@ -359,10 +361,10 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
     types = _types(schema) if "type" in schema else tuple(_TYPES)
     _only(schema, ("const", "enum"), types, "a list of values")
     values = [schema["const"]] if "const" in schema else schema["enum"]
-    found = [value for value in values if _is_of(value, types)] if isinstance(values, list) else []
-    if not found:
+    listed = [value for value in values if _is_of(value, types)] if isinstance(values, list) else []
+    if not listed:
         raise ConstraintError("a list of values has none that its type allows", "enum")
-    return found
+    return listed
 
 
 def _is_of(value: Any, types: Sequence[str]) -> bool:
@@ -388,24 +390,24 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _referred(root: Any, pointer: object) -> Any:
     """The definition that a reference names. Raises ConstraintError if there is none."""
-    found = root
+    target = root
     for part in _local(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if found is None:
+        target = target.get(name) if isinstance(target, Mapping) else None
+    if target is None:
         raise ConstraintError(f"the reference {str(pointer)[:80]} leads nowhere", "$ref")
-    return found
+    return target
 
 
 def _followed(root: Any) -> Any:
     """The schema that arguments have, where a schema is only a reference to one of its definitions."""
-    found = root
+    schema = root
     for _ in range(MAX_DEPTH):
-        if not isinstance(found, Mapping) or "$ref" not in found:
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
-        _only(found, ("$ref",), ("object",), "a reference")
-        found = _referred(root, found["$ref"])
-    return found
+        _only(schema, ("$ref",), ("object",), "a reference")
+        schema = _referred(root, schema["$ref"])
+    return schema
 
 
 def _local(pointer: object) -> str:

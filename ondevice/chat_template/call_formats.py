@@ -57,7 +57,7 @@ class Streaming:
 
 def inside_string(text: str, tools: Tools) -> bool:
     """Whether JSON that ends here ends inside a string."""
-    ends = [found[1] for found in _STRING.finditer(text)]
+    ends = [match[1] for match in _STRING.finditer(text)]
     return ends[-1:] == [""]
 
 
@@ -161,7 +161,7 @@ class _Pairs:
 
     def read(self, text: str, at: int, tool: Tool) -> tuple[dict[str, Any], int, bool]:
         """The arguments from `at` on, where they end, and whether the text ends inside one that is JSON."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         while head := self._head.match(text, at):
             name = head[1].strip()
             schema, end, value = tool.properties.get(name), None, None
@@ -170,11 +170,11 @@ class _Pairs:
             if end is None:
                 end = self._behind.search(text, head.end())
                 if end is None:
-                    return found, at, not is_text(schema) and ends_inside(text, head.end())
+                    return arguments, at, not is_text(schema) and ends_inside(text, head.end())
                 value = _typed(text[head.end() : end.start()], schema)
-            found[name] = value
+            arguments[name] = value
             at = end.end()
-        return found, at, False
+        return arguments, at, False
 
     def _json(self, text: str, at: int) -> tuple[re.Match[str] | None, Any]:
         """What stands behind the JSON at `at`, and its value; None where there is none or something else."""
@@ -253,12 +253,14 @@ def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
         return json_calls(text, tools)
     calls = []
     for part in text.split("[TOOL_CALLS]"):
-        name, found, arguments = part.partition("[ARGS]")
-        if not found:
-            name, found, arguments = part.partition("{")
-            arguments = found + arguments
+        name, separator, arguments = part.partition("[ARGS]")
+        if not separator:
+            name, separator, arguments = part.partition("{")
+            arguments = separator + arguments
         call = (
-            checked_call(name.partition("[CALL_ID]")[0].strip(), arguments.strip(), tools) if found else None
+            checked_call(name.partition("[CALL_ID]")[0].strip(), arguments.strip(), tools)
+            if separator
+            else None
         )
         if call is None:
             return None
@@ -300,15 +302,15 @@ def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
 
 def python_calls(text: str, tools: Tools) -> list[Call] | None:
     """Calls as Python writes them, in brackets or without."""
-    found = []
+    calls = []
     for name, values, named in read_python_calls(text) or ():
         tool = tools.get(name)
         arguments = None if tool is None else by_name(values, named, list(tool.properties))
         call = None if arguments is None else checked_call(name, arguments, tools)
         if call is None:
             return None
-        found.append(call)
-    return found or None
+        calls.append(call)
+    return calls or None
 
 
 def json_or_python_calls(text: str, tools: Tools) -> list[Call] | None:

@@ -52,22 +52,22 @@ class Channels:
         return kinds.get(self._part, "reply")
 
     def take(self, token: int | None, text: str) -> list[Piece]:
-        found = self._took(text)
+        pieces = self._took(text)
         match self._marks.get(-1 if token is None else token):
             case "<|start|>":
-                found += self.finish()
+                pieces += self.finish()
                 self._part, self._header, self._channel = "header", "", ""
             case "<|channel|>":
-                found += self.finish() if self._part not in ("start", "header") else []
+                pieces += self.finish() if self._part not in ("start", "header") else []
                 self._part, self._channel = "header", self._header
                 self._header = ""
             case "<|end|>" | "<|call|>":
-                found += self.finish()
+                pieces += self.finish()
                 self._part, self._header, self._channel = "header", "", ""
             case "<|message|>":
-                found += self.finish() if self._part == "call" else []
+                pieces += self.finish() if self._part == "call" else []
                 self._begin()
-        return found
+        return pieces
 
     def finish(self) -> list[Piece]:
         """The rest. A call that can't be read is text of the reply."""
@@ -79,10 +79,10 @@ class Channels:
         if part != "call":
             return []
         self._part = "header"
-        found = checked_call(self._name, call.strip(), self._tools)
-        if found is None:
+        call_made = checked_call(self._name, call.strip(), self._tools)
+        if call_made is None:
             return [Piece("reply", call)] if call else []
-        return [Piece("reply", "", found)]
+        return [Piece("reply", "", call_made)]
 
     def _took(self, text: str) -> list[Piece]:
         if self._part == "header":
@@ -104,12 +104,12 @@ class Channels:
 
     def _streamed(self) -> list[Piece]:
         """What is certain of a call's arguments."""
-        found = []
+        pieces = []
         if self._scan is None and self._call.lstrip().startswith("{") and self._name in self._tools:
             self._scan = CallScan(self._name, self._call.index("{"))
-            found.append(Piece("reply", "", begins=self._name))
+            pieces.append(Piece("reply", "", begins=self._name))
         certain = "" if self._scan is None else self._scan.take(self._call)
-        return [*found, Piece("reply", "", arguments=certain)] if certain else found
+        return [*pieces, Piece("reply", "", arguments=certain)] if certain else pieces
 
     def _begin(self) -> None:
         """A message's text begins; its header says whose."""

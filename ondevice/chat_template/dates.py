@@ -56,7 +56,7 @@ def written_by(day: date) -> Callable[[str], str]:
     def written(form: str) -> str:
         if not isinstance(form, str):
             raise TypeError(f"strftime_now takes a form of dates, not {type(form).__name__}")
-        unknown = [found for found in _DIRECTIVE.findall(form) if found not in parts]
+        unknown = [directive for directive in _DIRECTIVE.findall(form) if directive not in parts]
         if unknown:
             raise ValueError(f"strftime_now knows no %{unknown[0]}; it knows %{', %'.join(parts)}")
         return _DIRECTIVE.sub(lambda match: parts[match[1]], form)

@@ -35,15 +35,15 @@ def all_checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str) or not isinstance(messages, Iterable):
         raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
-    found, names = [], {}
+    checked, names = [], {}
     for each in messages:
         message = _checked(each)
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and message["tool_call_id"] in names:
             message["name"] = names[message["tool_call_id"]]
-        found.append(message)
-    return found
+        checked.append(message)
+    return checked
 
 
 def _checked(message: Message) -> dict[str, Any]:
@@ -54,16 +54,16 @@ def _checked(message: Message) -> dict[str, Any]:
         raise UsageError(f"message role {role!r} is not a word such as system, user or assistant")
     if not isinstance(content, str):
         raise UsageError(f"the content of a {role} message is {type(content).__name__}; it must be a string")
-    found: dict[str, Any] = {"role": role, "content": content}
+    checked: dict[str, Any] = {"role": role, "content": content}
     if message.get("tool_calls"):
         if role != "assistant":
             raise UsageError(f"a {role} message has tool_calls; only an assistant's may have them")
-        found["tool_calls"] = checked_calls(message["tool_calls"])
+        checked["tool_calls"] = checked_calls(message["tool_calls"])
         if isinstance(thought := message.get("thinking"), str) and thought:
-            found["thinking"] = thought
+            checked["thinking"] = thought
     if role == "tool":
-        found["tool_call_id"] = checked_id(message.get("tool_call_id"))
-    return found
+        checked["tool_call_id"] = checked_id(message.get("tool_call_id"))
+    return checked
 
 
 def uses_tools(messages: Sequence[Message]) -> bool:

@@ -92,8 +92,8 @@ class JsonScan:
         return at
 
     def _scalar(self, text: str, at: int) -> int:
-        found = _SCALAR.match(text, at)
-        word = "" if found is None else found[0]
+        match = _SCALAR.match(text, at)
+        word = "" if match is None else match[0]
         if not word or len(word) > MAX_SCALAR_CHARS:
             self.broken = True
             return at

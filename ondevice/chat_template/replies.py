@@ -214,13 +214,13 @@ class MarkedReply:
 
     def _think(self, final: bool) -> Generator[Piece, None, bool]:
         assert self._marks is not None
-        text, found = self._before((self._marks[1],), final)
+        text, mark = self._before((self._marks[1],), final)
         if text and not self._said:
             text = text.lstrip()
         if text:
             self._said = True
             yield Piece("thinking", text)
-        if not found:
+        if not mark:
             return False
         self._state, self._said = "text", False
         self._drop_spaces = True
@@ -250,9 +250,9 @@ class MarkedReply:
         """
         held = self._held
         places = [(at, mark, form) for mark, form in self._forms.items() if (at := held.find(mark)) >= 0]
-        for found in _LINE_OPENER.finditer(held) if self._line_forms else ():
-            if (found.start() or self._at_line) and (found[1] == FENCE or not self._in_code):
-                places.append((found.start(1), found[1], self._line_forms[found[1]]))
+        for match in _LINE_OPENER.finditer(held) if self._line_forms else ():
+            if (match.start() or self._at_line) and (match[1] == FENCE or not self._in_code):
+                places.append((match.start(1), match[1], self._line_forms[match[1]]))
                 break
         kept = 0 if final else max(_beginning(held, tuple(self._forms)), self._line_kept())
         if places:
@@ -273,8 +273,8 @@ class MarkedReply:
 
     def _line_kept(self) -> int:
         """Number of characters at the end of what is held that a call without a mark may begin with."""
-        found = _LINE_OPENER_BEGUN.search(self._held) if self._line_forms else None
-        return len(found[1]) if found is not None and (found.start() or self._at_line) else 0
+        match = _LINE_OPENER_BEGUN.search(self._held) if self._line_forms else None
+        return len(match[1]) if match is not None and (match.start() or self._at_line) else 0
 
     def _may_call(self) -> bool:
         """Whether a call may begin here or further on."""
@@ -427,8 +427,8 @@ class MarkedReply:
         if places:
             at, mark = min(places)
             end, text = at + len(mark), self._held[:at].rstrip()
-            found, self._held = self._held[len(text) : end], self._held[end:]
-            return text, found
+            separator, self._held = self._held[len(text) : end], self._held[end:]
+            return text, separator
         kept = 0 if final else _beginning(self._held, marks)
         text = self._held[: len(self._held) - kept]
         if not final:

@@ -249,10 +249,10 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self = __self
         self.meter.charge(1, "calls")
         # Without the arguments that jinja2 passes for itself, which str methods don't accept.
-        own = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        arguments = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace":
-            return self._replace(owner, *args, **own)
+            return self._replace(owner, *args, **arguments)
         if isinstance(owner, str) and name == "join" and len(args) == 1:
             return self._join(args[0], owner)
         if isinstance(owner, str):
@@ -324,8 +324,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return start
 
     def _replace(self, text: str, old: str, new: str, count: int = -1) -> str:
-        found = text.count(old) if count is None or count < 0 else min(count, text.count(old))
-        self.meter.charge(len(text) + found * len(new), "text")
+        replacements = text.count(old) if count is None or count < 0 else min(count, text.count(old))
+        self.meter.charge(len(text) + replacements * len(new), "text")
         return replaced(text, old, new, -1 if count is None else count)
 
     def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:

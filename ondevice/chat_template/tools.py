@@ -47,8 +47,8 @@ class Tool:
     @property
     def properties(self) -> Mapping[str, Any]:
         """Schemas of the arguments, by name."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        declared = self.parameters.get("properties")
+        return declared if isinstance(declared, Mapping) else {}
 
 
 def is_text(schema: object) -> bool:
@@ -131,12 +131,12 @@ PLAIN = PromptOptions()
 def _all_tools(given: list[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
     if len(given) > MAX_TOOLS:
         raise UsageError(f"there are {len(given)} tools; at most {MAX_TOOLS} can be given")
-    found = tuple(_tool(each) for each in given)
-    names = [tool.name for tool in found]
+    tools = tuple(_tool(each) for each in given)
+    names = [tool.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"two tools have the name {twice!r}; give each a name of its own")
-    return found
+    return tools
 
 
 def _tool(given: Tool | Mapping[str, Any]) -> Tool:

@@ -50,18 +50,19 @@ class Constrained:
         vocab_size: int,
         eos_ids: frozenset[int],
         gate: Gate | None = None,
-        own: Callable[[], LLMatcher] | None = None,
+        unshared: Callable[[], LLMatcher] | None = None,
         digits: DigitBound | None = None,
     ) -> None:
         """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
 
-        own: makes such a matcher that shares nothing. It takes the place of `matcher` if what other texts and
-        drafts have left of the grammar's limits isn't enough (`catch_up`), so every text has all of them.
+        unshared: makes such a matcher that shares nothing. It takes the place of `matcher` if what other
+        texts and drafts have left of the grammar's limits isn't enough (`catch_up`), so every text has all of
+        them.
 
         digits: at the beginning of the same; keeps its numbers short.
         """
         self._matcher = matcher
-        self._own = own
+        self._unshared = unshared
         self._looks_ahead = True
         """Whether drafts may take from the grammar's limits."""
         self._taken: list[int] = []
@@ -111,7 +112,7 @@ class Constrained:
     @property
     def is_behind(self) -> bool:
         """Whether shared limits have ended the matcher, so that `catch_up` has to run."""
-        return self._own is not None and self._matcher.is_error()
+        return self._unshared is not None and self._matcher.is_error()
 
     def catch_up(self) -> Iterator[None]:
         """Follow the text anew with a matcher of its own, in pieces, between which others may go.
@@ -120,9 +121,9 @@ class Constrained:
         """
         if not self.is_behind:
             return
-        own, self._own, begun = self._own, None, time.monotonic()
-        assert own is not None
-        self._matcher, self._bits, self._ahead, self._looks_ahead = own(), None, None, False
+        unshared, self._unshared, begun = self._unshared, None, time.monotonic()
+        assert unshared is not None
+        self._matcher, self._bits, self._ahead, self._looks_ahead = unshared(), None, None, False
         for token in self._taken:
             # With the masks, as the text had them: what a step takes of the limits depends on those before.
             self._matcher.compute_bitmask()

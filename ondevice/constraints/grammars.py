@@ -130,13 +130,13 @@ class Grammars:
         Raises ConstraintError for what can't be enforced, takes too much, or allows no text.
         """
         with self._lock:
-            found = self._kept.pop(constraint, None)
-            if found is None:
-                found = _on_deep_stack(lambda: self._read(constraint))
-            self._kept[constraint] = found
+            grammar = self._kept.pop(constraint, None)
+            if grammar is None:
+                grammar = _on_deep_stack(lambda: self._read(constraint))
+            self._kept[constraint] = grammar
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-            return found.deep_copy()
+            return grammar.deep_copy()
 
     def own_matcher(self, constraint: Constraint) -> LLMatcher:
         """A matcher at the beginning of a text that shares nothing. Raises what `matcher` raises."""
@@ -228,8 +228,8 @@ def _keyword(message: str, source: str) -> str | None:
         return "$ref" if '"$ref"' in source else None
     if "anyOf is empty" in message and (empty := _EMPTY.search(source)):
         return empty[1]
-    found = ((named, pattern.search(message)) for pattern, named in _KEYWORDS)
-    return next((named or match[1] for named, match in found if match), None)
+    matches = ((named, pattern.search(message)) for pattern, named in _KEYWORDS)
+    return next((named or match[1] for named, match in matches if match), None)
 
 
 _starting = threading.Lock()

@@ -48,39 +48,39 @@ def exclusive(branches: list[Any], root: Any) -> list[Any] | None:
     facts = [_facts(branch, root, 0) for branch in branches]
     narrowed = []
     for index, branch in enumerate(branches):
-        own = facts[index]
+        narrowed_facts = facts[index]
         for other in facts[:index] + facts[index + 1 :]:
-            found = _apart(own, other, root)
-            if found is None:
+            apart = _apart(narrowed_facts, other, root)
+            if apart is None:
                 return None
-            own = found
-        narrowed.append(_narrowed(branch, facts[index], own))
+            narrowed_facts = apart
+        narrowed.append(_narrowed(branch, facts[index], narrowed_facts))
     return narrowed
 
 
-def _apart(own: _Facts, other: _Facts, root: Any) -> _Facts | None:
-    """`own`, narrowed to exclude `other`; None if no way is known."""
-    if _exclude(own, other, root, 0):
-        return own
-    shared = own.types & other.types
+def _apart(facts: _Facts, other: _Facts, root: Any) -> _Facts | None:
+    """`facts`, narrowed to exclude `other`; None if no way is known."""
+    if _exclude(facts, other, root, 0):
+        return facts
+    shared = facts.types & other.types
     if not shared <= {"object"}:
-        left = own.types - (shared - {"object"})
+        left = facts.types - (shared - {"object"})
         if "integer" not in left:
             left -= {"fraction"}  # Schemas have no type for what isn't whole.
-        if not left or own.types != TYPES:
+        if not left or facts.types != TYPES:
             return None
-        own = replace(own, types=left)
-        if _exclude(own, other, root, 0):
-            return own
-    for name, schema in own.properties:
+        facts = replace(facts, types=left)
+        if _exclude(facts, other, root, 0):
+            return facts
+    for name, schema in facts.properties:
         if schema is False:
             continue
         tags = _facts(schema, root, 1), _facts(other.schema_of(name), root, 1)
         if _exclude(*tags, root, 1):
-            return replace(own, required=own.required | {name})
-    for name in sorted(other.required - own.required):
-        properties = dict(own.properties) | {name: False}
-        return replace(own, properties=tuple(properties.items()))
+            return replace(facts, required=facts.required | {name})
+    for name in sorted(other.required - facts.required):
+        properties = dict(facts.properties) | {name: False}
+        return replace(facts, properties=tuple(properties.items()))
     return None
 
 
@@ -114,13 +114,13 @@ def _facts(schema: Any, root: Any, depth: int) -> _Facts:
         return _Facts()
     if "$ref" in schema:
         return _facts(referred(schema["$ref"], root), root, depth + 1)
-    found, parts = _own_facts(schema), schema.get("allOf")
+    facts, parts = _facts_of_keywords(schema), schema.get("allOf")
     for part in parts if isinstance(parts, list) else ():
-        found = _both(found, _facts(part, root, depth + 1))
-    return found
+        facts = _both(facts, _facts(part, root, depth + 1))
+    return facts
 
 
-def _own_facts(schema: dict[str, Any]) -> _Facts:
+def _facts_of_keywords(schema: dict[str, Any]) -> _Facts:
     types, values = TYPES, None
     given = schema.get("type")
     if given is not None:
@@ -155,10 +155,10 @@ def _both(one: _Facts, other: _Facts) -> _Facts:
 
 
 def _types(names: Iterable[Any]) -> frozenset[str]:
-    found = {name for name in names if isinstance(name, str)}
-    if "number" in found:
-        found |= {"integer", "fraction"}
-    return frozenset(found) & TYPES
+    types = {name for name in names if isinstance(name, str)}
+    if "number" in types:
+        types |= {"integer", "fraction"}
+    return frozenset(types) & TYPES
 
 
 def _type_of(value: Any) -> str:
@@ -175,14 +175,14 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _narrowed(branch: Any, given: _Facts, own: _Facts) -> Any:
+def _narrowed(branch: Any, given: _Facts, narrowed: _Facts) -> Any:
     """A branch with what narrowed it."""
     more: dict[str, Any] = {}
-    if own.types != given.types:
-        more["type"] = sorted({"fraction": "number"}.get(name, name) for name in own.types)
-    if own.properties != given.properties:
+    if narrowed.types != given.types:
+        more["type"] = sorted({"fraction": "number"}.get(name, name) for name in narrowed.types)
+    if narrowed.properties != given.properties:
         before = dict(given.properties)
-        more["properties"] = {name: it for name, it in own.properties if before.get(name, True) != it}
-    if own.required != given.required:
-        more["required"] = sorted(own.required - given.required)
+        more["properties"] = {name: it for name, it in narrowed.properties if before.get(name, True) != it}
+    if narrowed.required != given.required:
+        more["required"] = sorted(narrowed.required - given.required)
     return {"allOf": [branch, more]} if more else branch

@@ -65,12 +65,12 @@ def _prepared(source: str) -> dict[str, Any]:
     """The schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
     try:
         schema = json.loads(source)
-        found = without_endless(_rewritten(schema, schema, 0))
+        prepared = without_endless(_rewritten(schema, schema, 0))
     except (ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema isn't JSON: {json_fault(error)}") from error
-    if found is False:
+    if prepared is False:
         raise ConstraintError("the schema is false, which no JSON satisfies")
-    return found if isinstance(found, dict) else {}
+    return prepared if isinstance(prepared, dict) else {}
 
 
 def _rewritten(schema: Any, root: Any, depth: int) -> Any:
@@ -78,11 +78,11 @@ def _rewritten(schema: Any, root: Any, depth: int) -> Any:
         raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         return schema
-    found = with_subschemas(schema, lambda each: _rewritten(each, root, depth + 1))
-    found.pop("x-guidance", None)
+    rewritten = with_subschemas(schema, lambda each: _rewritten(each, root, depth + 1))
+    rewritten.pop("x-guidance", None)
     for rule in _RULES:
-        rule(found, root)
-    return found
+        rule(rewritten, root)
+    return rewritten
 
 
 def _drop_formats(schema: dict[str, Any], root: Any) -> None:

@@ -106,35 +106,35 @@ _SIMPLE: dict[str, Message] = {"end": End(), "beat": Beat(), "ready": Ready(), "
 def parse(line: bytes) -> Message:
     """The message in a line. Raises RankError for anything else."""
     try:
-        found = Section(parse_json(line, "a control message"), "a control message")
-        message = _read(found, found.one_of("type", ("hello", "go", "fail", *_SIMPLE)))
-        found.close()
+        section = Section(parse_json(line, "a control message"), "a control message")
+        message = _read(section, section.one_of("type", ("hello", "go", "fail", *_SIMPLE)))
+        section.close()
     except BundleError as error:
         raise RankError(error.for_command_line) from error
     return message
 
 
-def _read(found: Section, kind: str) -> Message:
+def _read(section: Section, kind: str) -> Message:
     if kind == "hello":
-        protocol = found.integer("protocol", 0, 1 << 30)
+        protocol = section.integer("protocol", 0, 1 << 30)
         if protocol != PROTOCOL:
             raise RankError(f"it speaks version {protocol} of the control channel; this is {PROTOCOL}")
-        size = found.integer("size", 2, MAX_RANKS)
-        version, token = found.text("version", MAX_TEXT), found.get("token")
+        size = section.integer("size", 2, MAX_RANKS)
+        version, token = section.text("version", MAX_TEXT), section.get("token")
         if not isinstance(token, str) or len(token) > MAX_TEXT:
             raise RankError("its token isn't a text")
         return Hello(
-            found.integer("rank", 1, size - 1), size, version, token, found.integer("port", 0, 65535)
+            section.integer("rank", 1, size - 1), size, version, token, section.integer("port", 0, 65535)
         )
     if kind == "go":
-        budget = found.get("dram_budget") and found.text("dram_budget", MAX_TEXT)
-        return Go(checked_ring(found.get("ring")), budget)
+        budget = section.get("dram_budget") and section.text("dram_budget", MAX_TEXT)
+        return Go(checked_ring(section.get("ring")), budget)
     if kind == "fail":
-        message = found.get("message")
+        message = section.get("message")
         if not isinstance(message, str) or len(message) > MAX_MESSAGE_CHARS:
             raise RankError(f"an error's message must have at most {MAX_MESSAGE_CHARS} characters")
-        rank, code = found.integer("rank", 0, MAX_RANKS), found.integer("code", 1, 255)
-        return Failure(rank, code, message, found.boolean("broken"))
+        rank, code = section.integer("rank", 0, MAX_RANKS), section.integer("code", 1, 255)
+        return Failure(rank, code, message, section.boolean("broken"))
     return _SIMPLE[kind]
 
 

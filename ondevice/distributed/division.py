@@ -158,13 +158,13 @@ def divide(
                     surely[at] = share.seconds
     if not np.isfinite(least_sum(missing)[0]):
         raise UsageError(slices_lack(bundle.name, config.num_layers, ranks))
-    found = fastest(surely) or fastest(barely)
-    cuts = [bounds[at] for at in (found or least_sum(missing)[1])]
+    best = fastest(surely) or fastest(barely)
+    cuts = [bounds[at] for at in (best or least_sum(missing)[1])]
     shares = tuple(
         ranges.share(rank, resources, *pairs)
         for rank, (resources, pairs) in enumerate(zip(ranks, pairwise(cuts), strict=True))
     )
-    if found is None:
+    if best is None:
         raise _too_small(bundle.name, shares)
     return Division(shares, hop_seconds)
 
@@ -299,11 +299,11 @@ class _Ranges:
 
     def _planned(self, first: int, stop: int, embeds: bool) -> tuple[ModelConfig, Plan]:
         """A part's config and its plan, without a budget and without the memory of a process."""
-        bundle, own = self._bundle, slice(first, stop)
-        streams = bundle.streams and part_streams(bundle.streams, own)
-        predictors = bundle.predictors and part_predictors(bundle.predictors, own)
+        bundle, layer_slice = self._bundle, slice(first, stop)
+        streams = bundle.streams and part_streams(bundle.streams, layer_slice)
+        predictors = bundle.predictors and part_predictors(bundle.predictors, layer_slice)
         entering = None if streams is None else (streams.first_layer, streams.begins)
-        key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[own])
+        key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[layer_slice])
         if key not in self._plans:
             config = part_config(bundle.config, first, stop, embeds, embeds or self._prunes(streams))
             runtime = of_part(config, self._runtime)

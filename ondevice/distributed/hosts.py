@@ -66,12 +66,12 @@ def read_host_file(path: str | Path) -> HostFile:
     if not path.is_file():
         raise UsageError(f"there is no host file {path}")
     try:
-        found = _host_file(parse_json(read_whole(path, MAX_FILE_BYTES), where), where)
+        hosts = _host_file(parse_json(read_whole(path, MAX_FILE_BYTES), where), where)
     except BundleError as error:
         raise UsageError(f"{error.for_command_line}") from error
     except OSError as error:
         raise UsageError(f"{where} can't be read: {error.strerror or error}") from error
-    return found
+    return hosts
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def launch(text: str) -> int:
     """
     del os.environ[FRONT]
     try:
-        found = Section({FRONT: parse_json(text.encode(), FRONT)}, "the environment")
-        path, *arguments = found.texts(FRONT, _MAX_ARGUMENTS, _MAX_CHARS)
+        section = Section({FRONT: parse_json(text.encode(), FRONT)}, "the environment")
+        path, *arguments = section.texts(FRONT, _MAX_ARGUMENTS, _MAX_CHARS)
     except (BundleError, ValueError) as error:
         raise UsageError(f"{error}; only ondevice itself sets {FRONT}") from error
     hosts = _hosts(path)
@@ -77,11 +77,11 @@ def _hosts(path: str) -> HostFile:
 
 
 def _launcher_command() -> list[str]:
-    beside = Path(sys.executable).with_name("mlx.launch")
-    found = str(beside) if beside.is_file() else which("mlx.launch")
-    if found is None:
+    sibling = Path(sys.executable).with_name("mlx.launch")
+    launcher = str(sibling) if sibling.is_file() else which("mlx.launch")
+    if launcher is None:
         raise BackendUnavailableError("--hosts needs MLX and its mlx.launch: pip install ondevice[mlx]")
-    return [sys.executable, found]
+    return [sys.executable, launcher]
 
 
 class MlxLauncher:

@@ -105,8 +105,8 @@ class LayerServer:
                     "rank 0's layers came as a result; is the order of ranks the same everywhere?"
                 )
             if message.kind == "stats":
-                own = replace(self._stats(), rank=transport.rank, hops=transport.stats)
-                transport.send(*pack(Message("stats", message.changes, stats=(*message.stats, own))))
+                rank_stats = replace(self._stats(), rank=transport.rank, hops=transport.stats)
+                transport.send(*pack(Message("stats", message.changes, stats=(*message.stats, rank_stats))))
             elif message.kind != "pass" and not is_last:
                 transport.send(*pack(message))
             with system_refusals():
@@ -117,12 +117,12 @@ class LayerServer:
             if message.passed is None:
                 continue
             with system_refusals():
-                found, wanted = self._run(message.passed)
+                state, wanted = self._run(message.passed)
             if not is_last:
-                passed = replace(message.passed, state=found)
+                passed = replace(message.passed, state=state)
                 transport.send(*pack(replace(message, passed=passed)))
             elif wanted:
-                transport.send(*pack(Message("result", result=replace(found, inputs=None))))
+                transport.send(*pack(Message("result", result=replace(state, inputs=None))))
 
     def _run(self, passed: PassMessage) -> tuple[PassState, bool]:
         """The state behind this rank's layers, and whether rank 0 waits for it."""
@@ -133,15 +133,15 @@ class LayerServer:
         if len({id(part.kv) for part in parts}) < len(parts):
             raise RankError("a pass has a sequence twice")
         prune = None if passed.rule is None else RulePruning(transformer, passed.rule)
-        own = ForwardPass(parts, batch, passed.taps, prune, passed.branches)
+        forward = ForwardPass(parts, batch, passed.taps, prune, passed.branches)
         state = in_backend(passed.state, transformer.backend)
         self._before_pass(batch)
         if batch.tokens and not batch.resident_only:
             self._last = batch
-        transformer.begin(own)
-        state = transformer.run_layers(own, state)
-        transformer.take(own, state.chosen)
-        return in_host_memory(state, transformer.backend), own.is_wanted
+        transformer.begin(forward)
+        state = transformer.run_layers(forward, state)
+        transformer.take(forward, state.chosen)
+        return in_host_memory(state, transformer.backend), forward.is_wanted
 
     def _change(self, change: Change) -> None:
         kind, number, value, rows = change

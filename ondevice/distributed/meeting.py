@@ -86,11 +86,11 @@ def meet_as_first(
     told: dict[str, Any] = {"options": _shared(settled)}
     cards = [card(bundle, settled), *_around(transport, told, _card)]
     require_same(cards)
-    own = measured_resources(bundle, settled, "")
-    resources = [own, *_around(transport, {}, _resources)]
+    here = measured_resources(bundle, settled, "")
+    resources = [here, *_around(transport, {}, _resources)]
     named = [
-        replace(found, name=f"rank {rank}", layers=(its.first, its.stop))
-        for rank, (its, found) in enumerate(zip(cards, resources, strict=True))
+        replace(measured, name=f"rank {rank}", layers=(one.first, one.stop))
+        for rank, (one, measured) in enumerate(zip(cards, resources, strict=True))
     ]
     ranges = _divided(bundle, settled, named, hop_seconds, draft_bytes)
     runtime = replace(runtime, backend=settled.backend, sparsity=settled.sparsity)
@@ -122,8 +122,8 @@ def meet(transport: Transport, open_bundle: Callable[[], Bundle], runtime: Runti
         runtime = _with_options(runtime, message.section("options"))
     _pass_on(transport, message, asdict(card(bundle, runtime)))
     message = _received(transport)
-    found = measured_resources(bundle, runtime, "")
-    _pass_on(transport, message, {name: getattr(found, name) for name in _MEASURED})
+    measured = measured_resources(bundle, runtime, "")
+    _pass_on(transport, message, {name: getattr(measured, name) for name in _MEASURED})
     message = _received(transport)
     with _peer():
         runtime = _with_options(runtime, message.section("options"))
@@ -204,11 +204,11 @@ def require_same(cards: list[RankCard]) -> None:
                 f"{first.digest[:16]}; copy the same bundle, or slices of it, to every machine"
             )
         for what in SIDECARS:
-            theirs, own = getattr(it, what), getattr(first, what)
-            if theirs != own:
+            theirs, reference = getattr(it, what), getattr(first, what)
+            if theirs != reference:
                 raise RankError(
                     f"rank {rank} has other {what} than rank 0: their hashes are {theirs[:16]} and "
-                    f"{own[:16]}; copy the same bundle, or slices of it, to every machine"
+                    f"{reference[:16]}; copy the same bundle, or slices of it, to every machine"
                 )
         if it.device != first.device:
             raise RankError(
@@ -244,7 +244,7 @@ def _hop_seconds(transport: Transport) -> float:
     trips = []
     for _ in range(PINGS):
         began = time.perf_counter()
-        _around(transport, {}, lambda found: None)
+        _around(transport, {}, lambda section: None)
         trips.append(time.perf_counter() - began)
     return min(trips) / transport.size
 
@@ -253,63 +253,63 @@ def _shared(runtime: RuntimeConfig) -> dict[str, Any]:
     return {name: getattr(runtime, name) for name in SHARED_OPTIONS}
 
 
-def _with_options(runtime: RuntimeConfig, found: Section) -> RuntimeConfig:
+def _with_options(runtime: RuntimeConfig, section: Section) -> RuntimeConfig:
     """`runtime` with rank 0's options. RuntimeConfig itself compares types and values."""
-    chosen = {name: found.get(name) for name in SHARED_OPTIONS}
-    found.close()
+    chosen = {name: section.get(name) for name in SHARED_OPTIONS}
+    section.close()
     try:
         return replace(runtime, **chosen)
     except UsageError as error:
         raise RankError(f"rank 0 sent an option that none can have: {error.for_command_line}") from error
 
 
-def _card(found: Section) -> RankCard:
+def _card(section: Section) -> RankCard:
     return RankCard(
-        found.text("digest", _MAX_TEXT),
-        found.integer("first", 0, _MAX_LAYERS),
-        found.integer("stop", 0, _MAX_LAYERS),
-        found.text("device", _MAX_TEXT),
-        **{name: found.text(name, _MAX_TEXT) for name in SIDECARS},
+        section.text("digest", _MAX_TEXT),
+        section.integer("first", 0, _MAX_LAYERS),
+        section.integer("stop", 0, _MAX_LAYERS),
+        section.text("device", _MAX_TEXT),
+        **{name: section.text(name, _MAX_TEXT) for name in SIDECARS},
     )
 
 
-def _resources(found: Section) -> RankResources:
+def _resources(section: Section) -> RankResources:
     return RankResources(
         "",
-        found.integer("budget_bytes", 0, _MAX_BYTES),
-        found.integer("process_bytes", 0, _MAX_BYTES),
-        found.number("compute_bytes_per_second", 1, _MAX_BYTES),
-        found.number("flash_bytes_per_second", 1, _MAX_BYTES),
+        section.integer("budget_bytes", 0, _MAX_BYTES),
+        section.integer("process_bytes", 0, _MAX_BYTES),
+        section.number("compute_bytes_per_second", 1, _MAX_BYTES),
+        section.number("flash_bytes_per_second", 1, _MAX_BYTES),
     )
 
 
-def _context(found: Section) -> int:
-    return found.integer("max_context", 0, MAX_CONTEXT)
+def _context(section: Section) -> int:
+    return section.integer("max_context", 0, MAX_CONTEXT)
 
 
-def _room(found: Section) -> StateRoom:
-    return StateRoom(**{name: found.integer(name, 0, _MAX_BYTES) for name in StateRoom.__annotations__})
+def _room(section: Section) -> StateRoom:
+    return StateRoom(**{name: section.integer(name, 0, _MAX_BYTES) for name in StateRoom.__annotations__})
 
 
 def _ranges(value: object, ranks: int) -> list[tuple[int, int]]:
     if not isinstance(value, list) or len(value) != ranks:
         raise RankError(f"rank 0 divides the layers otherwise than among {ranks} ranks")
     pairs = Section({str(rank): it for rank, it in enumerate(value)}, "ranges")
-    found = []
+    ranges = []
     for rank in range(ranks):
         pair = pairs.integers(str(rank), 2, 0, _MAX_LAYERS)
         if len(pair) != 2:
             raise RankError("a range of layers has a first and a last")
-        found.append((pair[0], pair[1]))
-    return found
+        ranges.append((pair[0], pair[1]))
+    return ranges
 
 
 def _around(transport: Transport, message: dict[str, Any], read: Callable[[Section], T]) -> list[T]:
     """Rank 0: send a message around, and return what each other rank has added, in order."""
     transport.send(canonical_json(message | {"added": []}), [])
-    found = _received(transport)
+    answer = _received(transport)
     with _peer():
-        added = found.sections("added", MAX_RANKS)
+        added = answer.sections("added", MAX_RANKS)
         if len(added) != transport.size - 1:
             raise RankError(f"{len(added)} of {transport.size - 1} ranks have answered")
         return [read(it) for it in added]
@@ -323,11 +323,11 @@ def _received(transport: Transport) -> Section:
         return Section(parse_json(header, "a message"), "a message")
 
 
-def _pass_on(transport: Transport, message: Section, own: dict[str, Any]) -> None:
+def _pass_on(transport: Transport, message: Section, added_here: dict[str, Any]) -> None:
     with _peer():
         values = {name: message.get(name) for name in message.names}
         added = [value for value in values.get("added", []) if isinstance(value, dict)]
-    transport.send(canonical_json(values | {"added": [*added, own]}), [])
+    transport.send(canonical_json(values | {"added": [*added, added_here]}), [])
 
 
 @contextmanager

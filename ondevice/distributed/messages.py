@@ -110,7 +110,7 @@ def pack(message: Message) -> Packed:
 def _pass_header(passed: PassMessage, arrays: list[Array]) -> dict[str, Any]:
     ids = [token for part in passed.parts for token in part.batch.tokens]
     trees = [part.batch.tree for part in passed.parts]
-    parents = [its.parents for its in trees if its is not None]
+    parents = [tree.parents for tree in trees if tree is not None]
     arrays += [np.array(ids, dtype=np.int32), np.concatenate([*parents, np.empty(0, np.int32)])]
     first = passed.parts[0].batch
     return {
@@ -167,7 +167,7 @@ def unpack(
 def _rank_stats(section: Section) -> RankStats:
     """A rank's stats. Its counts never reach MAX_NUMBER."""
     hops = section.section("hops")
-    found = HopStats(
+    hop_stats = HopStats(
         hops.integer("messages", 0, MAX_NUMBER),
         hops.integer("sent_bytes", 0, MAX_NUMBER),
         hops.integer("received_bytes", 0, MAX_NUMBER),
@@ -178,7 +178,7 @@ def _rank_stats(section: Section) -> RankStats:
     names = ("rank", "first_layer", "layers", "budget_bytes", "peak_memory_bytes", "flash_bytes_read")
     counts = {name: section.integer(name, 0, 1 << 62) for name in names}
     section.close()
-    return RankStats(hops=found, **counts)
+    return RankStats(hops=hop_stats, **counts)
 
 
 class _Reader:
@@ -207,45 +207,45 @@ class _Reader:
 
     def _change(self, section: Section) -> Change:
         kind: Any = section.one_of("kind", get_args(ChangeKind))
-        found = Change(
+        change = Change(
             kind,
             section.integer("sequence", 0, MAX_NUMBER),
             section.integer("value", 0, MAX_NUMBER),
             section.integers("rows", MAX_ROWS, 0, MAX_ROWS),
         )
         section.close()
-        _require_ascending(found.rows, "rows of a change")
-        return found
+        _require_ascending(change.rows, "rows of a change")
+        return change
 
     def _pass(self, section: Section, top: Section) -> PassMessage:
         ids, parents = self._next(np.int32, 1), self._next(np.int32, 1)
         flags: Any = {name: section.boolean(name) for name in ("resident_only", "last_only", "silent")}
         stream_rows = section.integer("stream_rows", 0, MAX_ROWS)
-        parts, taken, own_parents = [], 0, 0
+        parts, taken, parents_taken = [], 0, 0
         for each in section.sections("parts", MAX_PARTS):
             count = each.integer("tokens", 0, MAX_ROWS)
             tokens = ids[taken : taken + count].tolist()
             tree, taken = None, taken + count
             if each.boolean("tree"):
-                tree = _tree(parents[own_parents : own_parents + count].tolist())
-                own_parents += count
+                tree = _tree(parents[parents_taken : parents_taken + count].tolist())
+                parents_taken += count
             drafted = list(each.integers("drafted", count, 0, max(0, count - 1)))
             batch = ForwardBatch(tokens, tree, drafted, stream_rows, **flags)
             sequence, position = (each.integer(it, 0, MAX_NUMBER) for it in ("sequence", "position"))
             parts.append(Part(sequence, position, batch))
             each.close()
             _require_ascending(drafted, "drafted rows")
-        if not parts or taken != len(ids) or own_parents != len(parents):
+        if not parts or taken != len(ids) or parents_taken != len(parents):
             raise BundleError(f"a pass of {len(parts)} sequences has {taken} of {len(ids)} tokens")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
             raise BundleError(f"a token id is not from 0 to {self._config.vocab_size - 1}")
         taps = section.integers("taps", MAX_TAPS, 0, MAX_ROWS)
         _require_ascending(taps, "taps")
         branches, rule = section.boolean("branches"), section.optional_section("rule")
-        found = None if rule is None else _rule(rule, len(ids), self._streams)
+        pruning = None if rule is None else _rule(rule, len(ids), self._streams)
         section.close()
         state = self._state(top.section("state"))
-        message = PassMessage(tuple(parts), state, taps, found, branches)
+        message = PassMessage(tuple(parts), state, taps, pruning, branches)
         self._check_state(message)
         return message
 
@@ -303,32 +303,32 @@ class _Reader:
         branches = self._values(size) if section.boolean("branches") else None
         tapped = tuple(self._values(size) for _ in range(section.integer("tapped", 0, MAX_TAPS)))
         chosen = section.optional_section("chosen")
-        found = None
+        pruned = None
         if chosen is not None:
             tokens = chosen.integers("tokens", MAX_ROWS, 0, MAX_ROWS)
             streams = chosen.integers("streams", len(tokens), 0, max(0, len(tokens) - 1))
             chosen.close()
             _require_ascending(tokens, "chosen tokens")
             _require_ascending(streams, "tokens with streams")
-            found = PrunedDraft(list(tokens), list(streams))
+            pruned = PrunedDraft(list(tokens), list(streams))
         section.close()
         if len({len(copy) for copy in copies}) > 1:
             raise BundleError("copies of the residual have different rows")
-        return PassState(copies, inputs, found, branches, tapped)
+        return PassState(copies, inputs, pruned, branches, tapped)
 
     def _values(self, columns: int) -> Array:
-        found = self._next(np.float32, 2)
-        if found.shape[1] != columns:
-            raise BundleError(f"an array has {found.shape[1]} columns; this model's have {columns}")
-        return found
+        values = self._next(np.float32, 2)
+        if values.shape[1] != columns:
+            raise BundleError(f"an array has {values.shape[1]} columns; this model's have {columns}")
+        return values
 
     def _next(self, dtype: Any, dimensions: int) -> Array:
         if not self._arrays:
             raise BundleError("a message has fewer arrays than it says")
-        found = self._arrays.pop(0)
-        if found.dtype != dtype or found.ndim != dimensions:
-            raise BundleError(f"an array is {found.dtype} {found.shape}; it must be {np.dtype(dtype)}")
-        return found
+        array = self._arrays.pop(0)
+        if array.dtype != dtype or array.ndim != dimensions:
+            raise BundleError(f"an array is {array.dtype} {array.shape}; it must be {np.dtype(dtype)}")
+        return array
 
 
 def _tree(parents: list[int]) -> TokenTree:
@@ -342,7 +342,7 @@ def _rule(section: Section, tokens: int, streams: int) -> PruningRule:
     """A pruning rule for a pass of `tokens` tokens. Raises BundleError for one that can't be applied."""
     ids = section.integers("tokens", tokens, 0, MAX_NUMBER)
     parents = section.integers("parents", tokens, -1, tokens)
-    found = PruningRule(
+    rule = PruningRule(
         ids,
         parents,
         section.numbers("chances", tokens, -1.0, 2.0),
@@ -353,10 +353,10 @@ def _rule(section: Section, tokens: int, streams: int) -> PruningRule:
         section.number("min_end_chance", -1e9, 1e9),
     )
     section.close()
-    if {len(ids), len(parents), len(found.chances)} != {tokens} or found.count != streams or not tokens:
+    if {len(ids), len(parents), len(rule.chances)} != {tokens} or rule.count != streams or not tokens:
         raise BundleError(f"a pruning rule isn't of the {tokens} tokens of its pass")
     _tree(list(parents))
-    return found
+    return rule
 
 
 def _require_ascending(values: Sequence[int], what: str) -> None:

@@ -39,8 +39,8 @@ class ChangeLog:
 
     def take(self) -> tuple[Change, ...]:
         """All changes, which then count as made."""
-        found, self._changes = tuple(self._changes), []
-        return found
+        changes, self._changes = tuple(self._changes), []
+        return changes
 
 
 class MirroredState(SequenceState):

@@ -60,11 +60,11 @@ class EnginePlace:
     def from_text(cls, text: str) -> EnginePlace:
         """Raises UsageError for a text that `to_text` didn't make."""
         try:
-            found = Section(parse_json(text.encode(), CHILD), CHILD)
-            budget = found.get("dram_budget") and found.text("dram_budget", _MAX_TEXT)
-            size = found.integer("size", 2, MAX_RANKS)
-            rank, fd = found.integer("rank", 0, size - 1), found.integer("fd", 3, 1 << 20)
-            return cls(rank, size, fd, budget, found.integer("beside_bytes", 0, 1 << 40))
+            section = Section(parse_json(text.encode(), CHILD), CHILD)
+            budget = section.get("dram_budget") and section.text("dram_budget", _MAX_TEXT)
+            size = section.integer("size", 2, MAX_RANKS)
+            rank, fd = section.integer("rank", 0, size - 1), section.integer("fd", 3, 1 << 20)
+            return cls(rank, size, fd, budget, section.integer("beside_bytes", 0, 1 << 40))
         except BundleError as error:
             raise UsageError(f"{error.for_command_line}; only ondevice itself sets {CHILD}") from error
 

@@ -106,8 +106,8 @@ def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[Host]) ->
         for rank, (host, budget) in enumerate(zip(hosts, budgets, strict=True))
     ]
     draft_bytes = 0 if settled.draft is None else settled.draft.nbytes
-    found = divide(bundle, settled.runtime, ranks, HOP_SECONDS if len(hosts) > 1 else 0.0, draft_bytes)
-    return PlannedDivision(found, settled.runtime, here, _notes(hosts, budgets))
+    division = divide(bundle, settled.runtime, ranks, HOP_SECONDS if len(hosts) > 1 else 0.0, draft_bytes)
+    return PlannedDivision(division, settled.runtime, here, _notes(hosts, budgets))
 
 
 def settled_for(bundle: Bundle, runtime: RuntimeConfig, count: int, more_bytes: int = 0) -> ResolvedModel:

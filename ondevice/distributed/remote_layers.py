@@ -56,16 +56,16 @@ class StateRoom:
         Sizes tell the kinds apart. Should two kinds have one, the larger there counts.
         """
         states = layout.states
-        own = (layout.block_bytes, states.nbytes, states.ahead_bytes)
+        sizes_here = (layout.block_bytes, states.nbytes, states.ahead_bytes)
         theirs = (self.block_bytes, self.state_bytes, self.ahead_bytes)
-        return max(part for part, whole in zip(theirs, own, strict=True) if whole == nbytes)
+        return max(part for part, here in zip(theirs, sizes_here, strict=True) if here == nbytes)
 
     @staticmethod
     def of(layout: KVLayout, limit_bytes: int, widths: RowWidths, offloads: bool) -> StateRoom:
         """The room of a rank with this layout."""
         states, rows = layout.states, (widths.chain, widths.tree)
-        own = (layout.block_bytes, states.nbytes, states.ahead_bytes)
-        return StateRoom(*own, limit_bytes, *rows, int(offloads))
+        sizes = (layout.block_bytes, states.nbytes, states.ahead_bytes)
+        return StateRoom(*sizes, limit_bytes, *rows, int(offloads))
 
 
 class RemoteLayers:
@@ -84,20 +84,20 @@ class RemoteLayers:
         self.on_failure: Callable[[Exception], None] = lambda error: None
         """Called once, with what ends the run here: a server would answer on, each time with an error."""
 
-    def run(self, own: ForwardPass, state: PassState, backend: Backend, streams: int) -> PassState | None:
+    def run(self, forward: ForwardPass, state: PassState, backend: Backend, streams: int) -> PassState | None:
         self._streams = streams
         rule = None
-        if own.prune is not None and state.chosen is None:
-            if not isinstance(own.prune, RulePruning):
+        if forward.prune is not None and state.chosen is None:
+            if not isinstance(forward.prune, RulePruning):
                 raise RankError("only a pruning rule can be applied on another rank")
-            rule = own.prune.rule
+            rule = forward.prune.rule
         self._require_ring()
-        parts = tuple(Part(_mirrored(kv).number, kv.length, batch) for batch, kv in own.parts)
-        passed = PassMessage(parts, in_host_memory(state, backend), own.taps, rule, own.branches)
+        parts = tuple(Part(_mirrored(kv).number, kv.length, batch) for batch, kv in forward.parts)
+        passed = PassMessage(parts, in_host_memory(state, backend), forward.taps, rule, forward.branches)
         with self._exchange():
             self._transport.send(*pack(Message("pass", self._log.take(), passed)))
-            result = self._received(own, streams) if own.is_wanted else None
-        return None if result is None else self._pruned(own, state, in_backend(result, backend))
+            result = self._received(forward, streams) if forward.is_wanted else None
+        return None if result is None else self._pruned(forward, state, in_backend(result, backend))
 
     def _require_ring(self) -> None:
         if self._ended:
@@ -117,13 +117,13 @@ class RemoteLayers:
             if self._ended and isinstance(error, Exception):
                 self.on_failure(error)
 
-    def _received(self, own: ForwardPass, streams: int) -> PassState:
+    def _received(self, forward: ForwardPass, streams: int) -> PassState:
         """The result of the pass that was sent."""
-        found = unpack(*self._transport.receive(), self._config, streams)
-        if found.result is None:
-            raise RankError(f"another rank sent a {found.kind} where a pass's result was due")
-        self._check(own, found.result)
-        return found.result
+        message = unpack(*self._transport.receive(), self._config, streams)
+        if message.result is None:
+            raise RankError(f"another rank sent a {message.kind} where a pass's result was due")
+        self._check(forward, message.result)
+        return message.result
 
     def new_state(
         self, layout: KVLayout, allocate: Allocate, release: Release, arrays: KVArrays | None = None
@@ -141,7 +141,9 @@ class RemoteLayers:
 
     def short_of_room(self, layout: KVLayout, nbytes: int = 0) -> str:
         for rank, room in enumerate(self._rooms, 1):
-            held = sum(count * room.part_bytes(layout, own) for own, count in self._held.items())
+            held = sum(
+                count * room.part_bytes(layout, block_bytes) for block_bytes, count in self._held.items()
+            )
             if held + (nbytes and room.part_bytes(layout, nbytes)) > room.limit_bytes:
                 return f"rank {rank}"
         return ""
@@ -179,17 +181,17 @@ class RemoteLayers:
     def accept(self, rows: Sequence[int]) -> None:
         self._log.add(Change("accept", 0, 0, tuple(rows)))
 
-    def stats(self, own: RankStats) -> tuple[RankStats, ...]:
+    def stats(self, here: RankStats) -> tuple[RankStats, ...]:
         if self._ended:
             return ()
         transport = self._transport
-        mine = replace(own, rank=transport.rank, hops=transport.stats)
+        mine = replace(here, rank=transport.rank, hops=transport.stats)
         with self._exchange():
             transport.send(*pack(Message("stats", self._log.take(), stats=(mine,))))
-            found = unpack(*transport.receive(), self._config, self._streams)
-            if found.kind != "stats" or [it.rank for it in found.stats] != list(range(transport.size)):
+            message = unpack(*transport.receive(), self._config, self._streams)
+            if message.kind != "stats" or [it.rank for it in message.stats] != list(range(transport.size)):
                 raise RankError("the ranks' stats haven't come around")
-        return found.stats
+        return message.stats
 
     def end(self) -> None:
         """Tell the other ranks that no pass will follow. Idempotent."""
@@ -204,34 +206,36 @@ class RemoteLayers:
         with self._exchange():
             self._transport.send(*pack(Message("changes", self._log.take())))
 
-    def _check(self, own: ForwardPass, found: PassState) -> None:
+    def _check(self, forward: ForwardPass, result: PassState) -> None:
         """Raises RankError unless a result has the rows of its pass."""
-        rows = tokens = len(own.batch.tokens)
-        if found.chosen is not None:
-            kept = found.chosen.tokens
-            if own.prune is None or not kept or kept[-1] >= tokens:
+        rows = tokens = len(forward.batch.tokens)
+        if result.chosen is not None:
+            kept = result.chosen.tokens
+            if forward.prune is None or not kept or kept[-1] >= tokens:
                 raise RankError("another rank has lost tokens of a pass")
-            tokens, rows = len(kept), len(kept) + self._streams * len(found.chosen.streams)
-        rows += own.batch.stream_rows
-        ends = {1, rows} if own.batch.last_only else {rows}
-        counts = {len(copy) for copy in found.copies}
-        if not counts <= ends or any(len(it) != tokens for it in found.tapped):
+            tokens, rows = len(kept), len(kept) + self._streams * len(result.chosen.streams)
+        rows += forward.batch.stream_rows
+        ends = {1, rows} if forward.batch.last_only else {rows}
+        counts = {len(copy) for copy in result.copies}
+        if not counts <= ends or any(len(it) != tokens for it in result.tapped):
             raise RankError(f"another rank's result has {counts} rows; the pass has {rows}")
-        if len(found.tapped) != sum(tap < self._config.part.layers for tap in own.taps):
-            raise RankError(f"another rank's result has {len(found.tapped)} tapped states of {len(own.taps)}")
-        if found.branches is not None and len(found.branches) not in (
+        if len(result.tapped) != sum(tap < self._config.part.layers for tap in forward.taps):
+            raise RankError(
+                f"another rank's result has {len(result.tapped)} tapped states of {len(forward.taps)}"
+            )
+        if result.branches is not None and len(result.branches) not in (
             self._streams,
             self._streams * tokens,
         ):
-            raise RankError(f"another rank's result has {len(found.branches)} streams' states")
+            raise RankError(f"another rank's result has {len(result.branches)} streams' states")
 
-    def _pruned(self, own: ForwardPass, state: PassState, found: PassState) -> PassState:
+    def _pruned(self, forward: ForwardPass, state: PassState, result: PassState) -> PassState:
         """The result of a pass. If it lost tokens, ranks before the stream layers are told of it."""
-        chosen = found.chosen
-        if state.chosen is None and chosen is not None and len(chosen.tokens) < len(own.batch.tokens):
-            ((_, kv),) = own.parts
+        chosen = result.chosen
+        if state.chosen is None and chosen is not None and len(chosen.tokens) < len(forward.batch.tokens):
+            ((_, kv),) = forward.parts
             self._log.add(Change("prune", _mirrored(kv).number, kv.length, tuple(chosen.tokens)))
-        return found
+        return result
 
 
 def _mirrored(kv: SequenceState) -> MirroredState:

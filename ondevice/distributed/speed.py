@@ -92,8 +92,8 @@ def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, proc
         layout = KVLayout(config, runtime.kv_bits)
         kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         seconds = _pass_seconds(model, kv)
-    found = token_bytes(config, part.quant, plan, [1.0] * config.num_layers)
-    return found.computed / seconds
+    of_token = token_bytes(config, part.quant, plan, [1.0] * config.num_layers)
+    return of_token.computed / seconds
 
 
 def _middle(bundle: Bundle) -> Bundle:

@@ -109,10 +109,10 @@ def resident_bytes(pid: int) -> int:
     try:
         if sys.platform == "linux":
             with open(f"/proc/{pid}/status") as file:
-                found = next(line.split()[1] for line in file if line.startswith("VmRSS:"))
+                kibibytes = next(line.split()[1] for line in file if line.startswith("VmRSS:"))
         else:
-            found = subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)], text=True)
-        return 1024 * int(found)
+            kibibytes = subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)], text=True)
+        return 1024 * int(kibibytes)
     except (OSError, ValueError, StopIteration, subprocess.SubprocessError):
         return 0
 
@@ -267,8 +267,8 @@ class Supervisor:
         handle, self.ring_file = tempfile.mkstemp(prefix="ondevice-ring-")
         with os.fdopen(handle, "w") as file:
             json.dump(go.ring, file)
-        beside = [os.getpid()] if self.launcher is None else [os.getpid(), self.launcher.pid]
-        nbytes = sum(resident_bytes(pid) for pid in beside)
+        parents = [os.getpid()] if self.launcher is None else [os.getpid(), self.launcher.pid]
+        nbytes = sum(resident_bytes(pid) for pid in parents)
         told = EnginePlace(place.rank, place.size, theirs.fileno(), go.dram_budget, nbytes)
         environment = {**os.environ, CHILD: told.to_text()}
         environment |= {"MLX_HOSTFILE": self.ring_file, "MLX_RANK": str(place.rank)}
@@ -495,5 +495,5 @@ def _listen(place: Place) -> socket.socket:
 
 
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])

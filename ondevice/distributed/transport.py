@@ -141,8 +141,8 @@ def unpack(message: NDArray[np.uint8]) -> tuple[bytes, list[NDArray[Any]]]:
 def _described(table: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
     """Type and shape of each array of a message."""
     try:
-        found = parse_json(table, "a message's table of arrays")
-        entries = Section({"arrays": found}, "a message").get("arrays")
+        parsed = parse_json(table, "a message's table of arrays")
+        entries = Section({"arrays": parsed}, "a message").get("arrays")
         if not isinstance(entries, list) or len(entries) > MAX_ARRAYS:
             raise BundleError("a message's table of arrays isn't one")
         described = []
@@ -281,14 +281,14 @@ def _pieces(total: int) -> list[tuple[int, int]]:
 
 def _descriptors() -> set[int]:
     """Descriptors of the open sockets; none where the system doesn't list them."""
-    found = set()
+    descriptors = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
             # The descriptor of the listing itself is closed by now, and another may get its number.
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    found.add(int(name))
-    return found
+                    descriptors.add(int(name))
+    return descriptors
 
 
 def _ring_ends(opened: set[int]) -> tuple[socket.socket | None, socket.socket | None]:

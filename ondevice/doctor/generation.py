@@ -66,18 +66,19 @@ def read_recorded(folder: Path) -> Recorded:
     manifest = sha256(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).hexdigest()
     if section.text("manifest_sha256", 64) != manifest:
         raise BundleError(f"{RECORDED} was recorded with another model than {folder} holds; record it anew")
-    found = Recorded(
+    recorded = Recorded(
         section.text("message", 1000),
         section.integers("prompt", MOST_TOKENS, 0, 1 << 30),
         section.integers("tokens", MOST_TOKENS, 0, 1 << 30),
         section.numbers("margins", MOST_TOKENS, 0.0, 1e6),
     )
     section.close()
-    if not found.tokens or len(found.tokens) != len(found.margins):
+    if not recorded.tokens or len(recorded.tokens) != len(recorded.margins):
         raise BundleError(
-            f"{RECORDED} has {len(found.tokens)} tokens and {len(found.margins)} margins; record it anew"
+            f"{RECORDED} has {len(recorded.tokens)} tokens and {len(recorded.margins)} margins; record it "
+            "anew"
         )
-    return found
+    return recorded
 
 
 def shipped_model(folder: Path | None) -> Check:
@@ -88,9 +89,9 @@ def shipped_model(folder: Path | None) -> Check:
         return Check(name, "warning", "there is none, so no backend can be tested", remedy)
     from ondevice import api
 
-    found = api.verify(folder)
-    figures = {"path": str(folder), "files": len(found.files), "bytes": found.nbytes}
-    value = f"{folder.name}: {len(found.files)} files, {format_bytes(found.nbytes)}, all hashes right"
+    verified = api.verify(folder)
+    figures = {"path": str(folder), "files": len(verified.files), "bytes": verified.nbytes}
+    value = f"{folder.name}: {len(verified.files)} files, {format_bytes(verified.nbytes)}, all hashes right"
     return Check(name, "ok", value, figures=figures)
 
 
@@ -151,22 +152,24 @@ def rows(name: str, folder: Path | None) -> Check:
         check_backend(runtime)
     except BackendUnavailableError as error:
         return Check(name, "skipped", str(error))
-    found = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
-    widths, narrowest = found.widths, found.narrowest
+    invariance = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
+    widths, narrowest = invariance.widths, invariance.narrowest
     figures = {
-        "device": found.device,
+        "device": invariance.device,
         "draft_tokens": widths.nodes,
         "drafts_branch": widths.branches,
         "shared_rows": widths.chain,
-        "skips_zeros": found.skips_zeros,
-        "rows_by_operation": dict(found.ops),
+        "skips_zeros": invariance.skips_zeros,
+        "rows_by_operation": dict(invariance.ops),
         "seconds": time.monotonic() - begun,
     }
     shape = "tree" if widths.branches else "chain"
-    value = f"drafts of {bundle.name} on {found.device}: a {shape} of up to {widths.nodes} tokens"
+    value = f"drafts of {bundle.name} on {invariance.device}: a {shape} of up to {widths.nodes} tokens"
     if widths.nodes < 2:
-        value = f"nothing drafts for {bundle.name} on {found.device}: beside others, a row has other bits"
-    if found.ops.get(narrowest, widths.nodes) < MOST_ROWS:
+        value = (
+            f"nothing drafts for {bundle.name} on {invariance.device}: beside others, a row has other bits"
+        )
+    if invariance.ops.get(narrowest, widths.nodes) < MOST_ROWS:
         value += f" (in its {narrowest})"
     return Check(name, "ok", value, figures=figures)
 

@@ -40,13 +40,13 @@ METALLIB = ("lib/mlx.metallib", "lib/Resources/mlx.metallib")
 
 def versions(needed: Sequence[str] = NEEDED) -> Check:
     """Check of the versions of ondevice, Python, modules and system. Fails if a needed module is missing."""
-    found = {"ondevice": _version("ondevice"), "python": platform.python_version()}
+    installed = {"ondevice": _version("ondevice"), "python": platform.python_version()}
     missing = [name for name in needed if util.find_spec(name) is None]
-    found |= {name: _version(name) for name in (*needed, "mlx") if util.find_spec(name) is not None}
+    installed |= {name: _version(name) for name in (*needed, "mlx") if util.find_spec(name) is not None}
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    shown = [name for name in ("ondevice", "python", "numpy", "mlx") if name in found]
-    value = ", ".join(f"{name} {found[name] or 'of unknown version'}" for name in shown)
-    figures = {**found, "system": system}
+    shown = [name for name in ("ondevice", "python", "numpy", "mlx") if name in installed]
+    value = ", ".join(f"{name} {installed[name] or 'of unknown version'}" for name in shown)
+    figures = {**installed, "system": system}
     if missing:
         remedy = f"pip install {' '.join(missing)}; in an app, pack it"
         return Check("versions", "failed", f"{', '.join(missing)} missing; {value}", remedy, figures)
@@ -103,7 +103,7 @@ def kernel_product(target: str) -> bytes:
     runner, rng = _native.Runner(1, target), np.random.default_rng(1)
     weights = rng.standard_normal((ROWS, COLUMNS), dtype=np.float32)
     x = rng.standard_normal((TOKENS, COLUMNS), dtype=np.float32)
-    groups, found = -(-COLUMNS // 64), b""
+    groups, product = -(-COLUMNS // 64), b""
     for bits in get_args(Bits):
         codes = np.empty((ROWS, groups * 64 * bits // 8), dtype=np.uint8)
         scales, biases = (np.empty((ROWS, 0 if bits == 16 else groups), np.uint16) for _ in range(2))
@@ -111,8 +111,8 @@ def kernel_product(target: str) -> bytes:
         matrix, out = _native.Matrix(ROWS, COLUMNS, bits), np.empty((TOKENS, ROWS), dtype=np.float32)
         matrix.load_rows(runner, 0, codes, scales.view(np.uint8), biases.view(np.uint8))
         matrix.forward(runner, x, None, out)
-        found += codes.tobytes() + scales.tobytes() + biases.tobytes() + out.tobytes()
-    return found
+        product += codes.tobytes() + scales.tobytes() + biases.tobytes() + out.tobytes()
+    return product
 
 
 def memory() -> Check:
@@ -157,8 +157,10 @@ def mlx(system: str = sys.platform) -> Check:
         remedy = "install MLX again, in a build for this system"
         return Check("mlx", "failed", f"the {device} adds 0 to 99 up to {total}, not 4950", remedy, figures)
     if device == "GPU" and system != "darwin":
-        found = f"{core.__version__}, computes on a GPU through CUDA, where it is slow and not all is proven"
-        return Check("mlx", "warning", found, "use --backend cpu; docs/mlx.md says what was seen", figures)
+        version = (
+            f"{core.__version__}, computes on a GPU through CUDA, where it is slow and not all is proven"
+        )
+        return Check("mlx", "warning", version, "use --backend cpu; docs/mlx.md says what was seen", figures)
     return Check("mlx", "ok", f"{core.__version__}, computes on the {device}", figures=figures)
 
 
@@ -174,12 +176,14 @@ def metal(
     """
     if system != "darwin":
         return Check("metal", "skipped", "Metal is a part of macOS")
-    found = mlx_folders() if folders is None else folders
-    if not found:
+    searched = mlx_folders() if folders is None else folders
+    if not searched:
         return Check("metal", "skipped", "MLX isn't installed", MLX_REMEDY)
-    library = next((path for folder in found for name in METALLIB if (path := folder / name).is_file()), None)
+    library = next(
+        (path for folder in searched for name in METALLIB if (path := folder / name).is_file()), None
+    )
     if library is None:
-        missing = found[0] / METALLIB[0]
+        missing = searched[0] / METALLIB[0]
         remedy = "install MLX again; in an app, pack that file at the same place in MLX's folder"
         return Check("metal", "failed", f"MLX's Metal kernels are missing: there is no {missing}", remedy)
     try:

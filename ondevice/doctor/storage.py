@@ -166,14 +166,14 @@ def _measured(name: str, folder: Path, files: Sequence[CheckedFile], what: str) 
 
     with FlashReader(files, threads=1, ring=True) as reader:
         refusal, has_ring = reader.native.fallback_reason, reader.has_ring
-    found = measure_throughput(files, (DEFAULT_THREADS,), READ_BYTES, READ_SECONDS)
-    rates = [rate for rate in found.rates if rate.bytes_per_second is not None]
-    ways = f"{found.io}{', io_uring' if has_ring else ''}"
+    throughput = measure_throughput(files, (DEFAULT_THREADS,), READ_BYTES, READ_SECONDS)
+    rates = [rate for rate in throughput.rates if rate.bytes_per_second is not None]
+    ways = f"{throughput.io}{', io_uring' if has_ring else ''}"
     shown = ", ".join(map(_rate, rates)) or "no read that fits"
     value = f"{folder}: {ways}; {shown} (of {what})"
     figures = {
         "folder": str(folder),
-        "io": found.io,
+        "io": throughput.io,
         "io_uring": has_ring,
         "rates": [
             {"read_bytes": rate.read_bytes, "bytes_per_second": rate.bytes_per_second} for rate in rates

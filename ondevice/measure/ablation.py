@@ -154,9 +154,9 @@ def ablation(
         by_rows = bundle.with_files(row_checksums(bundle, runtime.io))
         # Plan again: the checksums are now part of the process's own memory, in every row alike.
         sparse, dense = _planned(by_rows, sparse.runtime), _planned(bundle, dense.runtime)
-        whole = replace(sparse, bundle=bundle)
+        bundled = replace(sparse, bundle=bundle)
         configurations = _dense_rows(dense) | {
-            name: (whole if fetch.bundled else sparse, fetch) for name, fetch in SPARSE_ROWS.items()
+            name: (bundled if fetch.bundled else sparse, fetch) for name, fetch in SPARSE_ROWS.items()
         }
     prompt = benchmark_prompt(prompt_tokens, bundle.config.vocab_size)
     rows: list[AblationRow] = []

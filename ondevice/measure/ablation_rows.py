@@ -186,13 +186,13 @@ def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
     layout = bundle.record_layout
     starts = layout.row_offsets
     units = tuple(end - start for start, end in zip(starts, (*starts[1:], layout.stride), strict=True))
-    found = {}
+    files = {}
     for layer in range(bundle.config.num_layers):
         file = bundle.neuron_file(layer)
         with FlashReader([file], io) as reader:
             crcs = [_native.crc32c(piece, units) for piece in _read_through(reader, [file])]
-        found[neuron_file_name(layer)] = replace(file, crc_units=units, crcs=np.concatenate(crcs))
-    return found
+        files[neuron_file_name(layer)] = replace(file, crc_units=units, crcs=np.concatenate(crcs))
+    return files
 
 
 def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:

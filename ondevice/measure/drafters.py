@@ -232,10 +232,10 @@ def compare_drafters(
     prompts = prompt_ids(plain, tasks, sampling.max_tokens)
     base = next((it for it in arms.values() if it.runs_streams or it.draft_head_rows), plain)
     with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
-        found = _measured(switch, arms, prompts, sampling, on_progress)
+        measured = _measured(switch, arms, prompts, sampling, on_progress)
         io, kernel_target = engine.io, engine.kernel_target
     on_progress(1.0, "done")
-    rows = [_row(task, name, texts) for task, texts in _with_all(found).items() for name in arms]
+    rows = [_row(task, name, texts) for task, texts in _with_all(measured).items() for name in arms]
     return Comparison(
         model=plain.bundle.name,
         budget_bytes=plain.plan.budget_bytes,
@@ -245,7 +245,7 @@ def compare_drafters(
         sampling=sampling,
         held_bytes=_held_bytes(arms),
         rows=tuple(rows),
-        changed=tuple(_changed(found)),
+        changed=tuple(_changed(measured)),
         notes=(*notes, *_notes(arms)),
     )
 
@@ -287,11 +287,11 @@ def prompt_ids(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) 
     """
     tokenizer = text_tokenizer(resolved)
     template = _chat_template(resolved.bundle, tokenizer) if any(task.chat for task in tasks) else None
-    found: dict[str, list[list[int]]] = {}
+    by_task: dict[str, list[list[int]]] = {}
     for task in tasks:
-        if not task.prompts or task.name in found or task.name == ALL_TASKS:
+        if not task.prompts or task.name in by_task or task.name == ALL_TASKS:
             raise UsageError(f"the task {task.name!r} has no prompts, or shares its name; rename its file")
-        found[task.name] = []
+        by_task[task.name] = []
         for index, prompt in enumerate(task.prompts):
             if template is not None and task.chat:
                 ids = template.encode([{"role": "user", "content": prompt}], tokenizer)
@@ -302,10 +302,10 @@ def prompt_ids(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) 
             except ContextOverflowError as error:
                 error.add_note(f"it is prompt {index + 1} of {task.name}")
                 raise
-            found[task.name].append(ids)
-    if not found:
+            by_task[task.name].append(ids)
+    if not by_task:
         raise UsageError("there are no prompts to continue")
-    return found
+    return by_task
 
 
 def _chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate:
@@ -325,19 +325,19 @@ def _measured(
     for arm in arms.values():
         switch.draft_as(arm)
         _continued(switch.engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
-    found: dict[str, list[dict[str, _Text]]] = {}
+    by_task: dict[str, list[dict[str, _Text]]] = {}
     # Tasks take turns, so that a machine that slows down affects all of them.
     longest = max(map(len, prompts.values()))
     queue = [(task, index) for index in range(longest) for task in prompts if index < len(prompts[task])]
     for done, (task, index) in enumerate(queue):
-        turn = done % len(arms)
+        rotation = done % len(arms)
         texts = {}
-        for place, name in enumerate([*arms, *arms][turn : turn + len(arms)]):
+        for place, name in enumerate([*arms, *arms][rotation : rotation + len(arms)]):
             on_progress((done + place / len(arms)) / len(queue), f"{task} {index + 1}, {name}")
             switch.draft_as(arms[name])
             texts[name] = _continued(switch.engine, prompts[task][index], sampling)
-        found.setdefault(task, []).append(texts)
-    return {task: found[task] for task in prompts}
+        by_task.setdefault(task, []).append(texts)
+    return {task: by_task[task] for task in prompts}
 
 
 def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) -> _Text:
@@ -362,30 +362,30 @@ def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) 
     )
 
 
-def _with_all(found: dict[str, list[dict[str, _Text]]]) -> dict[str, list[dict[str, _Text]]]:
-    return found | {ALL_TASKS: [texts for of_task in found.values() for texts in of_task]}
+def _with_all(by_task: dict[str, list[dict[str, _Text]]]) -> dict[str, list[dict[str, _Text]]]:
+    return by_task | {ALL_TASKS: [texts for of_task in by_task.values() for texts in of_task]}
 
 
 def _row(task: str, drafter: str, texts: Sequence[Mapping[str, _Text]]) -> DrafterRow:
-    own = [of_prompt[drafter] for of_prompt in texts]
+    of_drafter = [of_prompt[drafter] for of_prompt in texts]
     pairs = [(of_prompt[OFF], of_prompt[drafter]) for of_prompt in texts if drafter != OFF]
     return DrafterRow(
         task=task,
         drafter=drafter,
-        prompts=len(own),
-        tokens=sum(text.decoded for text in own),
-        passes=sum(text.passes for text in own),
-        seconds=sum(text.seconds for text in own),
-        flash_bytes=sum(text.flash_bytes for text in own),
-        drafting=sum((text.drafting for text in own), DraftStats()),
+        prompts=len(of_drafter),
+        tokens=sum(text.decoded for text in of_drafter),
+        passes=sum(text.passes for text in of_drafter),
+        seconds=sum(text.seconds for text in of_drafter),
+        flash_bytes=sum(text.flash_bytes for text in of_drafter),
+        drafting=sum((text.drafting for text in of_drafter), DraftStats()),
         speed_ups=tuple(plain.seconds / text.seconds for plain, text in pairs if text.seconds > 0),
     )
 
 
-def _changed(found: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed]:
+def _changed(by_task: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed]:
     return [
         Changed(task, index, name)
-        for task, of_task in found.items()
+        for task, of_task in by_task.items()
         for index, texts in enumerate(of_task)
         for name, text in texts.items()
         if (text.tokens, text.finish_reason) != (texts[OFF].tokens, texts[OFF].finish_reason)

@@ -56,10 +56,10 @@ def draw_profile(
     can't be made. Raises what `profile` and `draw` raise.
     """
     with nullcontext() if output is None else _new_folder(output):
-        found = profile(model, text, tokens=tokens, on_progress=on_progress)
+        drawn = profile(model, text, tokens=tokens, on_progress=on_progress)
         if output is not None:
-            draw(found, output)
-    return found
+            draw(drawn, output)
+    return drawn
 
 
 def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> Comparison:
@@ -69,12 +69,12 @@ def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> C
     refuses, and what `compare` raises.
     """
     with nullcontext() if output is None else _new_folder(output):
-        found = compare()
+        comparison = compare()
         if output is not None:
             with disk_errors(output, "make room, or choose another --output"):
-                _save_comparison(found, output / SPECULATION)
-                _write_numbers(output / SPECULATION_NUMBERS, found.to_dict())
-    return found
+                _save_comparison(comparison, output / SPECULATION)
+                _write_numbers(output / SPECULATION_NUMBERS, comparison.to_dict())
+    return comparison
 
 
 @contextmanager
@@ -121,19 +121,19 @@ def _require_matplotlib(without: str) -> None:
         )
 
 
-def draw(found: Profile, folder: Path) -> list[Path]:
+def draw(profile: Profile, folder: Path) -> list[Path]:
     """Write the profile's plots and `profile.json` to a folder, and return the files.
 
     A model whose gates are hardly ever zero has only the plot of reads. Raises OndeviceError if the disk
     refuses.
     """
     drawn: dict[str, Callable[[Profile, Axes], None]] = {READS: _draw_reads}
-    if found.firing is not None:
+    if profile.firing is not None:
         drawn = {SPARSITY: _draw_sparsity, AGGREGATED: _draw_aggregated, MISSES: _draw_misses} | drawn
     with disk_errors(folder, "make room, or choose another --output"):
         for name, draw_on in drawn.items():
-            _save(folder / name, partial(draw_on, found))
-        _write_numbers(folder / NUMBERS, found.to_dict())
+            _save(folder / name, partial(draw_on, profile))
+        _write_numbers(folder / NUMBERS, profile.to_dict())
     return [*(folder / name for name in drawn), folder / NUMBERS]
 
 
@@ -158,9 +158,9 @@ def _save(path: Path, draw_on: Callable[[Axes], None]) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def _draw_sparsity(found: Profile, axes: Axes) -> None:
-    assert found.firing is not None
-    zeros = [100 * (1 - share) for share in found.firing.active]
+def _draw_sparsity(profile: Profile, axes: Axes) -> None:
+    assert profile.firing is not None
+    zeros = [100 * (1 - share) for share in profile.firing.active]
     mean = sum(zeros) / len(zeros)
     axes.bar(range(len(zeros)), zeros)
     axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.1f} %")
@@ -168,14 +168,14 @@ def _draw_sparsity(found: Profile, axes: Axes) -> None:
     if len(zeros) <= TICKED_LAYERS:
         axes.set_xticks(range(len(zeros)))
     axes.legend(loc="lower right")
-    _title(axes, found.model, "activation sparsity by layer")
+    _title(axes, profile.model, "activation sparsity by layer")
 
 
-def _draw_aggregated(found: Profile, axes: Axes) -> None:
+def _draw_aggregated(profile: Profile, axes: Axes) -> None:
     import matplotlib
 
-    assert found.firing is not None
-    curves = [[100 * share for share in layer] for layer in found.firing.distinct]
+    assert profile.firing is not None
+    curves = [[100 * share for share in layer] for layer in profile.firing.distinct]
     spans = range(1, len(curves[0]) + 1)
     colours = matplotlib.colormaps["viridis"]
     for layer, curve in enumerate(curves):
@@ -187,28 +187,28 @@ def _draw_aggregated(found: Profile, axes: Axes) -> None:
     axes.plot(spans, mean, color="black", linewidth=2.5, label="mean")
     axes.set(xlabel="neighbouring tokens", ylabel="distinct neurons that fire, %", ylim=(0, 100))
     axes.legend(loc="lower right")
-    _title(axes, found.model, "aggregated neurons")
+    _title(axes, profile.model, "aggregated neurons")
 
 
-def _draw_misses(found: Profile, axes: Axes) -> None:
-    assert found.misses is not None
-    sizes = [100 * share for share in found.misses.shares]
+def _draw_misses(profile: Profile, axes: Axes) -> None:
+    assert profile.misses is not None
+    sizes = [100 * share for share in profile.misses.shares]
     # Some policies hardly differ. Alternating line styles keep lines visible that lie on each other.
     for (policy, rates), style in zip(
-        found.misses.policies.items(), itertools.cycle(("-", "-.")), strict=False
+        profile.misses.policies.items(), itertools.cycle(("-", "-.")), strict=False
     ):
         name = f"{policy} (default)" if policy == DEFAULT_POLICY else policy
         axes.plot(sizes, [100 * rate for rate in rates], style, marker="o", markersize=3, label=name)
-    optimum = [100 * rate for rate in found.misses.optimum]
+    optimum = [100 * rate for rate in profile.misses.optimum]
     axes.plot(sizes, optimum, color="black", linestyle="--", label="offline optimum (Belady)")
     axes.set(xlabel="neurons in the cache, %", ylabel="firing neurons that miss it, %", ylim=(0, 100))
     axes.set_xlim(0, 100)
     axes.legend(loc="upper right")
-    _title(axes, found.model, "cache misses by policy")
+    _title(axes, profile.model, "cache misses by policy")
 
 
-def _draw_reads(found: Profile, axes: Axes) -> None:
-    rates = [rate for rate in found.reads.rates if rate.bytes_per_second is not None]
+def _draw_reads(profile: Profile, axes: Axes) -> None:
+    rates = [rate for rate in profile.reads.rates if rate.bytes_per_second is not None]
     for threads in sorted({rate.threads for rate in rates}):
         points = [
             (rate.read_bytes / 1024, rate.bytes_per_second / 1e9)
@@ -217,16 +217,16 @@ def _draw_reads(found: Profile, axes: Axes) -> None:
         ]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=f"{threads} reader threads")
     axes.set_xscale("log", base=2)
-    sizes = sorted({rate.read_bytes // 1024 for rate in found.reads.rates})
+    sizes = sorted({rate.read_bytes // 1024 for rate in profile.reads.rates})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set(xlabel="size of a read, KiB", ylabel="GB/s")
     axes.set_ylim(bottom=0)
     if rates:
         axes.legend()
-    _title(axes, found.model, f"random {found.reads.io} reads of the feed-forward")
+    _title(axes, profile.model, f"random {profile.reads.io} reads of the feed-forward")
 
 
-def _save_comparison(found: Comparison, path: Path) -> None:
+def _save_comparison(comparison: Comparison, path: Path) -> None:
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -236,51 +236,51 @@ def _save_comparison(found: Comparison, path: Path) -> None:
         for axes in (speeds, tokens, depths):
             axes.grid(True, alpha=0.3)
             axes.set_axisbelow(True)
-        _draw_speed_ups(found, speeds)
-        _draw_tokens(found, tokens)
-        _draw_depths(found, depths)
+        _draw_speed_ups(comparison, speeds)
+        _draw_tokens(comparison, tokens)
+        _draw_depths(comparison, depths)
         figure.legend(*speeds.get_legend_handles_labels(), loc="outside upper center", ncols=8)
         figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _drafters(found: Comparison) -> list[str]:
-    return [row.drafter for row in found.rows if row.task == ALL_TASKS and row.drafter != OFF]
+def _drafters(comparison: Comparison) -> list[str]:
+    return [row.drafter for row in comparison.rows if row.task == ALL_TASKS and row.drafter != OFF]
 
 
-def _bars(found: Comparison) -> Iterator[tuple[str, list[float], float]]:
+def _bars(comparison: Comparison) -> Iterator[tuple[str, list[float], float]]:
     """Each drafter, the x positions of its bars' middles (one per task), and the width of a bar."""
-    drafters = _drafters(found)
+    drafters = _drafters(comparison)
     width = BARS_WIDTH / max(1, len(drafters))
     for place, drafter in enumerate(drafters):
         shift = (place - (len(drafters) - 1) / 2) * width
-        yield drafter, [task + shift for task in range(len(found.tasks))], width
+        yield drafter, [task + shift for task in range(len(comparison.tasks))], width
 
 
-def _draw_speed_ups(found: Comparison, axes: Axes) -> None:
-    for drafter, middles, width in _bars(found):
+def _draw_speed_ups(comparison: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(comparison):
         # A task may have no text with a decode pass to compare.
-        ratios = [found.row(task, drafter).speed_ups or (1.0,) for task in found.tasks]
+        ratios = [comparison.row(task, drafter).speed_ups or (1.0,) for task in comparison.tasks]
         heights = [median(of_task) for of_task in ratios]
         below = [height - min(of_task) for height, of_task in zip(heights, ratios, strict=True)]
         above = [max(of_task) - height for height, of_task in zip(heights, ratios, strict=True)]
         axes.bar(middles, heights, width, yerr=(below, above), label=drafter, error_kw={"linewidth": 1})
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set_xticks(range(len(comparison.tasks)), [_plain(task) for task in comparison.tasks])
     axes.set(ylabel="speed over plain decoding")
-    _title(axes, found.model, "median of pairs, with least and most")
+    _title(axes, comparison.model, "median of pairs, with least and most")
 
 
-def _draw_tokens(found: Comparison, axes: Axes) -> None:
-    for drafter, middles, width in _bars(found):
-        axes.bar(middles, [found.row(task, drafter).tokens_per_pass for task in found.tasks], width)
+def _draw_tokens(comparison: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(comparison):
+        axes.bar(middles, [comparison.row(task, drafter).tokens_per_pass for task in comparison.tasks], width)
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set_xticks(range(len(comparison.tasks)), [_plain(task) for task in comparison.tasks])
     axes.set(ylabel="tokens per pass")
 
 
-def _draw_depths(found: Comparison, axes: Axes) -> None:
-    for drafter in _drafters(found):
-        shares = [100 * share for share in found.row(ALL_TASKS, drafter).drafting.acceptance_by_depth]
+def _draw_depths(comparison: Comparison, axes: Axes) -> None:
+    for drafter in _drafters(comparison):
+        shares = [100 * share for share in comparison.row(ALL_TASKS, drafter).drafting.acceptance_by_depth]
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=drafter)
     axes.set(xlabel="depth in the draft", ylabel="right, all before being right, %", ylim=(0, 105))
     axes.xaxis.get_major_locator().set_params(integer=True)

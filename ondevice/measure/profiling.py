@@ -45,8 +45,8 @@ PROMPTS = (
     "I'm looking for a restaurant. What do you recommend?",
     "def main():",
 )
-OWN_PIECE_TOKENS = 256
-OWN_TEMPERATURE = 0.8
+SAMPLED_PIECE_TOKENS = 256
+SAMPLING_TEMPERATURE = 0.8
 """Temperature of the model's own text. Greedy text repeats itself, which would flatter every cache."""
 MANY_THREADS = 32
 """Reader threads with which small reads come near the device's full rate."""
@@ -279,21 +279,23 @@ def _pieces(
     if tokens < PROFILE_LEAST:
         raise UsageError(f"tokens is {tokens}; it must be {PROFILE_LEAST} or more")
     if text is None and pieces is None:
-        return _own_text(resolved, tokens, lambda done: on_progress(0.3 * done / tokens, "writing text"))
-    found = text_pieces(resolved, text, tokens) if text is not None else [list(p) for p in pieces or () if p]
-    total = sum(map(len, found))
+        return _sampled_text(resolved, tokens, lambda done: on_progress(0.3 * done / tokens, "writing text"))
+    read_pieces = (
+        text_pieces(resolved, text, tokens) if text is not None else [list(p) for p in pieces or () if p]
+    )
+    total = sum(map(len, read_pieces))
     if total < PROFILE_LEAST:
         raise UsageError(f"the text has {total} tokens; a profile takes {PROFILE_LEAST} or more")
-    return "the text given", found
+    return "the text given", read_pieces
 
 
-def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
+def _sampled_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
     """A description in words, and pieces of text that the model samples to continue fixed prompts.
 
     The pieces have `tokens` tokens in all.
     """
     config = resolved.bundle.config
-    length = min(OWN_PIECE_TOKENS, resolved.plan.max_context)
+    length = min(SAMPLED_PIECE_TOKENS, resolved.plan.max_context)
     if resolved.tokenizer is None:
         prompts, named = [benchmark_prompt(8, config.vocab_size)], "made-up token ids"
     else:
@@ -309,13 +311,13 @@ def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tup
             response = model.generate(
                 tokens=prompt,
                 max_tokens=max(0, most - len(prompt)),
-                temperature=OWN_TEMPERATURE,
+                temperature=SAMPLING_TEMPERATURE,
                 seed=seed,
             )
             pieces.append([*prompt, *response.tokens][:most])
             done += len(pieces[-1])
             on_progress(done)
-    return f"the model's own at temperature {OWN_TEMPERATURE}, continuing {named}", pieces
+    return f"the model's own at temperature {SAMPLING_TEMPERATURE}, continuing {named}", pieces
 
 
 def read_doubts(io: str, file_bytes: int) -> list[str]:

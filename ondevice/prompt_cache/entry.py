@@ -57,12 +57,12 @@ class RunName(NamedTuple):
     """The name of a run of `tokens` tokens. parent, own: digests of the text before it, and with it."""
 
     parent: str
-    own: str
+    digest: str
     tokens: int
 
     @property
     def file(self) -> str:
-        return f"{self.parent}-{self.own}-{self.tokens}.kv"
+        return f"{self.parent}-{self.digest}-{self.tokens}.kv"
 
 
 def parse_name(file: str) -> RunName | None:
@@ -204,7 +204,7 @@ class _Checksums:
     """The checksums of parts that come one after another."""
 
     def __init__(self) -> None:
-        self._found: list[bytes] = []
+        self._digests: list[bytes] = []
         self._rest: Bytes = np.empty(0, np.uint8)
         """What the last unit has of the parts so far: a copy."""
 
@@ -215,17 +215,17 @@ class _Checksums:
             self._rest, data = np.concatenate([self._rest, data[:missing]]), data[missing:]
             if len(self._rest) < CRC_BYTES:
                 return
-            self._found.append(_crcs(self._rest, [CRC_BYTES]))
-        whole = len(data) // CRC_BYTES * CRC_BYTES
-        if whole:
-            self._found.append(_crcs(data[:whole], [CRC_BYTES]))
-        self._rest = data[whole:].copy()
+            self._digests.append(_crcs(self._rest, [CRC_BYTES]))
+        complete = len(data) // CRC_BYTES * CRC_BYTES
+        if complete:
+            self._digests.append(_crcs(data[:complete], [CRC_BYTES]))
+        self._rest = data[complete:].copy()
 
     def end(self) -> bytes:
         """All of them, one behind the other."""
         if len(self._rest):
-            self._found.append(_crcs(self._rest, [CRC_BYTES]))
-        return b"".join(self._found)
+            self._digests.append(_crcs(self._rest, [CRC_BYTES]))
+        return b"".join(self._digests)
 
 
 def _crcs(data: Bytes, units: Sequence[int]) -> bytes:

@@ -56,8 +56,8 @@ class CacheFolder:
     def behind(self, parent: str) -> list[RunName]:
         """The runs that follow the tokens of this digest."""
         try:
-            with os.scandir(self.path) as found:
-                names = [parse_name(each.name) for each in found if each.name.startswith(parent)]
+            with os.scandir(self.path) as entries:
+                names = [parse_name(each.name) for each in entries if each.name.startswith(parent)]
         except OSError:
             return []
         return [name for name in names if name is not None]
@@ -114,7 +114,7 @@ class CacheFolder:
 
     def _held(self) -> list[_Held]:
         """All files of the cache, of every binding. What killed processes left half-written is removed."""
-        found: list[_Held] = []
+        files: list[_Held] = []
         for folder in _listed(self._folder):
             if _BINDING.fullmatch(folder.name) is None or not folder.is_dir(follow_symlinks=False):
                 continue
@@ -126,14 +126,14 @@ class CacheFolder:
                     state = each.stat(follow_symlinks=False)
                     if stat.S_ISDIR(state.st_mode) or (partial and _is_left_over(each.path)):
                         continue
-                    found.append(_Held(state.st_mtime_ns, state.st_size, each.path))
-        return found
+                    files.append(_Held(state.st_mtime_ns, state.st_size, each.path))
+        return files
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []
 

@@ -155,12 +155,12 @@ class PromptCache:
         """The runs of kv that are stored, and the number of tokens up to the end of each, ascending."""
         last = kv.chunked // self._step * self._step if self.chunk else kv.verified
         chain = self._chain(kv.tokens[:last])
-        found = [(name, index * self._step + name.tokens) for index, name in enumerate(chain)]
+        runs = [(name, index * self._step + name.tokens) for index, name in enumerate(chain)]
         for stop in self._marked(kv, last):
-            whole = stop // self._step
-            parent = chain[whole - 1].own if whole else self._root
-            found.insert(whole, (run_name(parent, kv.tokens[whole * self._step : stop]), stop))
-        return found
+            count = stop // self._step
+            parent = chain[count - 1].digest if count else self._root
+            runs.insert(count, (run_name(parent, kv.tokens[count * self._step : stop]), stop))
+        return runs
 
     def _marked(self, kv: SequenceState, last: int) -> list[int]:
         """The last mark that a run may end at, if whole chunks lead to it, of which kv has `last` tokens."""
@@ -171,31 +171,31 @@ class PromptCache:
 
     def _chain(self, tokens: Sequence[int]) -> list[RunName]:
         """The runs of a text, the last of which may be short."""
-        found: list[RunName] = []
+        chain: list[RunName] = []
         parent = self._root
         for start in range(0, len(tokens), self._step):
-            found.append(run_name(parent, tokens[start : start + self._step]))
-            parent = found[-1].own
-        return found
+            chain.append(run_name(parent, tokens[start : start + self._step]))
+            parent = chain[-1].digest
+        return chain
 
     def _longest(self, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
         """The stored runs that `tokens` begin with, and how many tokens of each are theirs."""
-        found: list[tuple[RunName, int]] = []
+        runs: list[tuple[RunName, int]] = []
         parent = self._root
         for name in self._chain(tokens):
             if name.tokens < self._step or not self._folder.has(name):
                 break
-            found.append((name, name.tokens))
-            parent = name.own
-        start = len(found) * self._step
+            runs.append((name, name.tokens))
+            parent = name.digest
+        start = len(runs) * self._step
         if not self.chunk:
             best = self._nearest(parent, tokens[start : start + self._step])
-            found += [] if best is None else [best]
+            runs += [] if best is None else [best]
         elif self._marks:
-            found += self._whole(parent, tokens[start : start + self._step])
-        return found
+            runs += self._last_run(parent, tokens[start : start + self._step])
+        return runs
 
-    def _whole(self, parent: str, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
+    def _last_run(self, parent: str, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
         """The longest run behind `parent` that these tokens begin with, if there is one."""
         runs = set(self._folder.behind(parent))
         lengths = {name.tokens for name in runs if name.tokens <= len(tokens)}

@@ -17,7 +17,7 @@ from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.commands.reports import plan_summary
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
-from ondevice.measure.profiling import OWN_PIECE_TOKENS
+from ondevice.measure.profiling import SAMPLED_PIECE_TOKENS
 from ondevice.runtime import resolving
 from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, SMALL_CHUNK, ResolvedModel, check_tokens
 from ondevice.training import PIECE_TOKENS
@@ -228,7 +228,7 @@ def test_chat_and_inspect_take_the_share_and_generate_does_not(
 
 
 def test_what_training_and_profiles_read_does_not_follow_the_budget() -> None:
-    assert max(PIECE_TOKENS, OWN_PIECE_TOKENS) <= LEAST_CONTEXT
+    assert max(PIECE_TOKENS, SAMPLED_PIECE_TOKENS) <= LEAST_CONTEXT
 
 
 def test_a_model_with_a_short_context_of_its_own_keeps_it() -> None:

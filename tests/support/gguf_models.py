@@ -34,7 +34,7 @@ GEMMA_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 """The names of norms from Gemma 2 on."""
-WHOLE_NAMES = {
+MODEL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -70,8 +70,8 @@ def gguf_name(name: str, output_norms: bool = False) -> str:
 
     output_norms: whether blocks have norms on their outputs.
     """
-    if name in WHOLE_NAMES:
-        return WHOLE_NAMES[name]
+    if name in MODEL_NAMES:
+        return MODEL_NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     kind, _, suffix = rest.rpartition(".")
     names = LAYER_NAMES | (GEMMA_NAMES if output_norms else {})

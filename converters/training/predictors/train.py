@@ -308,7 +308,7 @@ def write_predictors(
         measured_tokens=measured,
         perplexity=None,
         points=tuple(
-            _whole_point(points) for points in zip(*(layer.points for layer in stored), strict=True)
+            _summed_point(points) for points in zip(*(layer.points for layer in stored), strict=True)
         ),
         sha256=sha256,
         crcs=crcs,
@@ -326,7 +326,7 @@ def stored_arrays(stored: Sequence[StoredPredictor]) -> Iterator[NDArray[np.gene
         yield layer.bias.astype("<f4")
 
 
-def _whole_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:
+def _summed_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:
     return OperatingPoint(
         recall=layers[0].recall,
         offsets=tuple(-float(layer.threshold) for layer in layers),
