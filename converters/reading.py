@@ -228,7 +228,7 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
     if checkpoint.config.is_sliced:
         # Codes are read once, as rows are.
         rounded = (
-            it for it, down in downs.items() if down.quantised_rows(0, 0, quant.of("down", it)) is None
+            it for it, down in downs.items() if down.quantized_rows(0, 0, quant.of("down", it)) is None
         )
         downs = {layer: downs[layer] for layer in rounded}
     sizes = (down.nbytes if _columns_bytes(down, quant) > DOWN_BLOCK_BYTES else 0 for down in downs.values())
@@ -325,7 +325,7 @@ def _slices_of_columns(
     All codes of a quantised one are held at once, and columns of another as many as DOWN_BLOCK_BYTES hold.
     """
     outputs, neurons = down.shape
-    held, known = neurons, rounded.get(down.name) or down.quantised_rows(0, outputs, stored)
+    held, known = neurons, rounded.get(down.name) or down.quantized_rows(0, outputs, stored)
     if known is None:
         held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * size)) * size
     for first in range(0, neurons, held):
@@ -389,7 +389,7 @@ def _rows(
 ) -> Weights | SourceCodes | RoundedRows:
     if source.name in rounded:
         return rounded[source.name].taken(slice(start, stop))
-    codes = source.quantised_rows(start, stop, stored)
+    codes = source.quantized_rows(start, stop, stored)
     return source.rows(start, stop) if codes is None else codes
 
 

@@ -21,7 +21,7 @@ from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PLAIN, PromptOptions
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained, Gate
-from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes, require_package
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary, grammars_bytes, require_package
 from ondevice.errors import UsageError
 from ondevice.generate import Event, Steps, watched
 from ondevice.model.layer_range import LaterLayers
@@ -224,7 +224,7 @@ class Host:
         known = min(rows, tokenizer.vocab_size)
         texts = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (rows - known)
         return Grammars(
-            Vocabulary(
+            GrammarVocabulary(
                 texts,
                 tokenizer.special_tokens,
                 tokenizer.eos_ids,

@@ -21,7 +21,7 @@ from typing import Any, Unpack, get_args
 
 from ondevice.callbacks import OnPrompt
 from ondevice.chat_template.messages import Message, all_checked, changed_strings
-from ondevice.chat_template.replies import Piece, ReplyParser
+from ondevice.chat_template.replies import ReplyParser, ReplyPiece
 from ondevice.chat_template.tools import PLAIN, CallPart, PromptOptions, Think, Tool, ToolCall, new_id
 from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
@@ -396,7 +396,7 @@ class _Reply:
         own = replace(own, text=first.text, thinking=first.thinking)
         return [replace(own, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
 
-    def _shown(self, piece: Piece) -> Event | None:
+    def _shown(self, piece: ReplyPiece) -> Event | None:
         """Spaces at the start of a reply are removed: they belong to the prompt."""
         if piece.call is not None or piece.begins or piece.arguments:
             return None if self._calls and not self._prompt.parallel_calls else self._called(piece)
@@ -408,7 +408,7 @@ class _Reply:
         self._texts.append(text)
         return Event(text)
 
-    def _called(self, piece: Piece) -> Event:
+    def _called(self, piece: ReplyPiece) -> Event:
         """What a call, or a part of one, is shown as."""
         call_id = new_id(self._ids, len(self._calls))
         if piece.call is not None:

@@ -219,7 +219,7 @@ def decoder(
     )
 
 
-def alike(
+def uniform_layers(
     count: int,
     attention: AttentionSpec,
     feed_forward: Activation | FeedForwardSpec,
@@ -294,7 +294,7 @@ def llama_config(
     return decoder(
         architecture,
         sizes,
-        alike(num_layers, attention, hidden_act, layer_windows),
+        uniform_layers(num_layers, attention, hidden_act, layer_windows),
         [rope_spec(rope_theta, head_dim, rope_scaling)],
         norm=NormSpec("rms", rms_norm_eps),
         tie_embeddings=tie_embeddings,
@@ -327,7 +327,7 @@ def read_llama(
     sizes = read_sizes(reader, max_context=max_context, kv_heads=kv_heads, head_dim=head_dim)
     spec = AttentionSpec(score_scale(sizes.head_dim), **(attention or {}))
     feed_forward = read_feed_forward(reader, up_activation=up_activation)
-    layers = alike(sizes.num_layers, spec, feed_forward, windows(sizes.num_layers))
+    layers = uniform_layers(sizes.num_layers, spec, feed_forward, windows(sizes.num_layers))
     return decoder(
         architecture,
         sizes,

@@ -24,12 +24,12 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     check_code,
     decoder,
     float32,
     read_activation,
     read_sizes,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
@@ -92,7 +92,7 @@ def _read(
     config = decoder(
         model_type,
         replace(sizes, num_kv_heads=1, head_dim=latent.width),
-        alike(sizes.num_layers, AttentionSpec(scale, latent=latent), read_activation(reader)),
+        uniform_layers(sizes.num_layers, AttentionSpec(scale, latent=latent), read_activation(reader)),
         [read_rope(reader, latent.turning, sizes.max_context)],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

@@ -9,11 +9,11 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
@@ -31,7 +31,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "glm4",
         sizes,
-        alike(sizes.num_layers, attention, read_activation(reader), norms="both"),
+        uniform_layers(sizes.num_layers, attention, read_activation(reader), norms="both"),
         [read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=0.5)],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1.5625e-7)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

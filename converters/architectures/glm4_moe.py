@@ -12,11 +12,11 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.experts import (
@@ -44,7 +44,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "glm4_moe",
         sizes,
-        alike(sizes.num_layers, attention, read_activation(reader)),
+        uniform_layers(sizes.num_layers, attention, read_activation(reader)),
         [read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=0.5)],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-5)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

@@ -14,7 +14,6 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     check_window,
     decoder,
     float32,
@@ -22,6 +21,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     require_windows,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, SAME_REPOSITORY, ConfigReader
 from ondevice.converters.architectures.experts import (
@@ -84,7 +84,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "gpt_oss",
         sizes,
-        alike(
+        uniform_layers(
             sizes.num_layers,
             attention,
             feed_forward,

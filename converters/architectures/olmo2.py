@@ -7,11 +7,11 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
@@ -32,7 +32,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "olmo2",
         sizes,
-        alike(sizes.num_layers, attention, read_activation(reader), norms="after"),
+        uniform_layers(sizes.num_layers, attention, read_activation(reader), norms="after"),
         [read_rope(reader, sizes.head_dim, sizes.max_context)],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-5)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

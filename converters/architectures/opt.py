@@ -17,11 +17,11 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.tensors import POSITIONS, model_weight
@@ -71,7 +71,9 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "opt",
         sizes,
-        alike(sizes.num_layers, attention, feed_forward, norms="before" if norms_before else "residual"),
+        uniform_layers(
+            sizes.num_layers, attention, feed_forward, norms="before" if norms_before else "residual"
+        ),
         [RopeSpec((0.0,) * (sizes.head_dim // 2))],
         norm=NormSpec("layer", 1e-5, bias=True),
         final_norm=norms_before and not removed,

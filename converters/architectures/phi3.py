@@ -9,13 +9,13 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     check_code,
     check_window,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
@@ -37,7 +37,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "phi3",
         sizes,
-        alike(sizes.num_layers, attention, read_activation(reader)),
+        uniform_layers(sizes.num_layers, attention, read_activation(reader)),
         [rope],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-5)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

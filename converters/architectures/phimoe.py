@@ -7,13 +7,13 @@ from functools import partial
 from ondevice.converters.architectures.common import (
     Description,
     Family,
-    alike,
     check_code,
     check_window,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.experts import (
@@ -41,7 +41,7 @@ def _read(reader: ConfigReader) -> Description:
     config = decoder(
         "phimoe",
         sizes,
-        alike(sizes.num_layers, attention, read_activation(reader)),
+        uniform_layers(sizes.num_layers, attention, read_activation(reader)),
         [read_rope(reader, sizes.head_dim, sizes.max_context, theta=1e6)],
         norm=NormSpec("layer", reader.number("rms_norm_eps", 1e-5), bias=True),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from ondevice.converters.architectures.common import (
     Description,
     Family,
-    alike,
     check_window,
     decoder,
     read_activation,
@@ -15,6 +14,7 @@ from ondevice.converters.architectures.common import (
     read_sizes,
     require_windows,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import CONFIG_REMEDY, ConfigReader
 from ondevice.converters.architectures.rotary import no_rope, read_rope
@@ -57,7 +57,7 @@ def _read(reader: ConfigReader) -> Description:
     layers = [
         replace(layer, attention=replace(layer.attention, rope=int(not rotary)))
         for layer, rotary in zip(
-            alike(count, attention, read_activation(reader), windows), turns, strict=True
+            uniform_layers(count, attention, read_activation(reader), windows), turns, strict=True
         )
     ]
     ropes = [

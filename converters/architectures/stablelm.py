@@ -10,11 +10,11 @@ from ondevice.converters.architectures.common import (
     Description,
     Family,
     Tensors,
-    alike,
     decoder,
     read_activation,
     read_sizes,
     score_scale,
+    uniform_layers,
 )
 from ondevice.converters.architectures.config_reader import ConfigReader
 from ondevice.converters.architectures.rotary import read_rope
@@ -32,7 +32,7 @@ def _read(reader: ConfigReader) -> Description:
     )
     layers = [
         replace(layer, parallel=parallel)
-        for layer in alike(sizes.num_layers, attention, read_activation(reader))
+        for layer in uniform_layers(sizes.num_layers, attention, read_activation(reader))
     ]
     config = decoder(
         "stablelm",

@@ -34,7 +34,7 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
 }
 
 
-_LEAST_AHEAD, _MOST_AHEAD = 256 << 10, 4 << 20
+_MIN_AHEAD, _MAX_AHEAD = 256 << 10, 4 << 20
 """After a read of at least the first, in bytes, the system reads on by as many, by at most the second."""
 
 
@@ -81,8 +81,8 @@ class SourceFile:
 
     def _read_ahead(self, offset: int, nbytes: int) -> None:
         """Have the system read on, as far as was just read: the next block of a tensor, most often."""
-        if nbytes >= _LEAST_AHEAD and hasattr(os, "posix_fadvise"):
-            nbytes = min(nbytes, _MOST_AHEAD)
+        if nbytes >= _MIN_AHEAD and hasattr(os, "posix_fadvise"):
+            nbytes = min(nbytes, _MAX_AHEAD)
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -176,7 +176,7 @@ class SourceTensor(Protocol):
         """The format of tiles that holds its values exactly; `code_format` where tiles hold no more."""
         ...
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
 
         None is the answer for the whole tensor: it doesn't depend on the rows. No row is read if `stop` is
@@ -259,7 +259,7 @@ class StoredTensor:
     def tile_format(self) -> RowFormat | None:
         return None
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:

@@ -154,7 +154,7 @@ class Fp8Tensor:
     def columns(self, start: int, stop: int) -> Weights:
         return self._values(0, self.shape[0], start, stop)
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:

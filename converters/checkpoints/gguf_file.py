@@ -156,7 +156,7 @@ def read_header(file: SourceFile) -> GgufHeader:
     Raises CheckpointError if the file is truncated or its header isn't sound, UnsupportedModelError for
     another version or byte order, and for an unknown type of tensor.
     """
-    reader = _Reader(file)
+    reader = _HeaderReader(file)
     if reader.take(4) != b"GGUF":
         raise CheckpointError(f"{file.path.name} isn't a GGUF file: it doesn't begin with GGUF")
     version = reader.number("<u4")
@@ -191,7 +191,7 @@ def read_header(file: SourceFile) -> GgufHeader:
     return GgufHeader(file.path.name, version, metadata, placed)
 
 
-def _placed(reader: _Reader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
+def _placed(reader: _HeaderReader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
     """The entries with offsets from the start of the file. Tensors must follow one another, aligned."""
     data = -(-reader.at // alignment) * alignment
     expected = 0
@@ -211,7 +211,7 @@ def _placed(reader: _Reader, entries: dict[str, TensorEntry], alignment: int) ->
     return placed
 
 
-class _Reader:
+class _HeaderReader:
     """Reads a header from front to back. `at` is the offset of the next byte in the file."""
 
     def __init__(self, file: SourceFile) -> None:

@@ -13,7 +13,7 @@ from ondevice.converters.checkpoints.gguf_file import GgufHeader, TensorEntry
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.errors import CheckpointError
 
-LEAST_NUMBER = -1e30
+MIN_NUMBER = -1e30
 """What stands for numbers of arrays that are lower, such as minus infinity."""
 MAX_VECTOR = 1 << 16
 """Most values of a vector that metadata need."""
@@ -64,7 +64,7 @@ class Metadata:
         numbers = self.header.numbers(self.prefix + key)
         if numbers is None:
             return None
-        values = np.maximum(numbers.astype(np.float64), LEAST_NUMBER).tolist()
+        values = np.maximum(numbers.astype(np.float64), MIN_NUMBER).tolist()
         return self.reader.with_value(self.prefix + key, values).numbers(self.prefix + key)
 
     def rows(self, name: str) -> int:

@@ -43,7 +43,7 @@ from ondevice.converters.checkpoints.gguf_families import (
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, Value, read_header
 from ondevice.converters.checkpoints.gguf_gemma import ROPE_FACTORS
 from ondevice.converters.checkpoints.gguf_metadata import Metadata, Stored
-from ondevice.converters.checkpoints.gguf_parts import PART, Part, open_parts
+from ondevice.converters.checkpoints.gguf_parts import PART, GgufPart, open_parts
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -82,10 +82,10 @@ def open_gguf_of(
     """
     with ExitStack() as refused:
 
-        def opened_part(part: str) -> Part:
+        def opened_part(part: str) -> GgufPart:
             source = opened(part) if opened is not None and part == name else folder.open(part)
             file = refused.enter_context(closing(source))
-            return Part(file, read_header(file))
+            return GgufPart(file, read_header(file))
 
         parts = open_parts(name, opened_part)
         stored = _stored_tensors(parts)
@@ -109,7 +109,7 @@ def open_gguf_of(
     )
 
 
-def _stored_tensors(parts: list[Part]) -> dict[str, Stored]:
+def _stored_tensors(parts: list[GgufPart]) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for part in parts:
         for name, entry in part.header.tensors.items():

@@ -15,7 +15,7 @@ MAX_PARTS = 512
 
 
 @dataclass(frozen=True)
-class Part:
+class GgufPart:
     file: SourceFile
     header: GgufHeader
 
@@ -33,7 +33,7 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
     return models
 
 
-def open_parts(named: str, opened: Callable[[str], Part]) -> list[Part]:
+def open_parts(named: str, opened: Callable[[str], GgufPart]) -> list[GgufPart]:
     """The parts of a model, in order; only the first keeps its metadata. opened: opens a file by its name."""
     match = PART.fullmatch(named)
     if match is None:
@@ -60,7 +60,7 @@ def open_parts(named: str, opened: Callable[[str], Part]) -> list[Part]:
                 f"{name} says that it is part {header.integer('split.no')} (from 0) of "
                 f"{header.integer('split.count')}; download the parts again"
             )
-        parts.append(part if number == 1 else Part(part.file, replace(header, metadata={})))
+        parts.append(part if number == 1 else GgufPart(part.file, replace(header, metadata={})))
         if sum(len(part.header.tensors) for part in parts) > MAX_TENSORS:
             raise CheckpointError(f"the parts of {match['stem']} have more than {MAX_TENSORS} tensors")
     total = parts[0].header.integer("split.tensors.count")

@@ -127,7 +127,7 @@ class QuantizedTensor:
     def tile_format(self) -> RowFormat | None:
         return TILE_FORMATS.get(self.type.name, self.code_format)
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more.
 
         Those of MXFP4 are kept in that format alone, and those of tiles in the one that is theirs.

@@ -33,8 +33,8 @@ from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
-    quantised_tensors,
-    read_quantisation,
+    quantized_tensors,
+    read_quantization,
 )
 from ondevice.converters.checkpoints.mxfp4_folder import experts_of, has_mxfp4
 from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating, read_tensors
@@ -62,7 +62,7 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    by_mlx = _quantised_by_mlx(values)
+    by_mlx = _quantized_by_mlx(values)
     description = describe_model(values)
     with ExitStack() as refused:
         stored = stored_tensors(folder, values, refused)
@@ -120,7 +120,7 @@ def stored_tensors(
     """
     mxfp4 = has_mxfp4(values)
     fp8 = read_fp8(values)
-    quantisation = None if mxfp4 or fp8 else read_quantisation(values)
+    quantisation = None if mxfp4 or fp8 else read_quantization(values)
     raw = all_tensors(folder, opened)
     if mxfp4:
         return experts_of(raw)
@@ -128,12 +128,12 @@ def stored_tensors(
         return scaled_tensors(raw, fp8)
     if quantisation is None:
         return {name: floating(tensor) for name, tensor in raw.items()}
-    return quantised_tensors(raw, quantisation)
+    return quantized_tensors(raw, quantisation)
 
 
-def _quantised_by_mlx(values: Mapping[str, Any]) -> bool:
+def _quantized_by_mlx(values: Mapping[str, Any]) -> bool:
     """Raises UnsupportedModelError for a method that isn't known."""
-    return not has_mxfp4(values) and not read_fp8(values) and read_quantisation(values) is not None
+    return not has_mxfp4(values) and not read_fp8(values) and read_quantization(values) is not None
 
 
 def generation_defaults(values: dict[str, Any]) -> dict[str, float]:

@@ -40,7 +40,7 @@ class MlxFormat:
 
 
 @dataclass(frozen=True)
-class MlxQuantisation:
+class MlxQuantization:
     """The content of `quantization`. modules: exceptions, by module; None for one that stays floating."""
 
     default: MlxFormat
@@ -50,7 +50,7 @@ class MlxQuantisation:
         return self.modules.get(module, self.default)
 
 
-def read_quantisation(values: Mapping[str, Any]) -> MlxQuantisation | None:
+def read_quantization(values: Mapping[str, Any]) -> MlxQuantization | None:
     """How `config.json` says that its weights are quantised by MLX, or None if it says nothing.
 
     Raises UnsupportedModelError for quantisation by anything else, and for what MLX can do and this
@@ -75,8 +75,8 @@ def read_quantisation(values: Mapping[str, Any]) -> MlxQuantisation | None:
     return quantisation
 
 
-def quantised_tensors(
-    tensors: Mapping[str, RawTensor], quantisation: MlxQuantisation
+def quantized_tensors(
+    tensors: Mapping[str, RawTensor], quantisation: MlxQuantization
 ) -> dict[str, SourceTensor]:
     """The tensors of a folder by name, the parts of each quantised module made one.
 
@@ -168,7 +168,7 @@ def _check_exception(
         )
 
 
-def _parse(content: Any, where: str) -> MlxQuantisation:
+def _parse(content: Any, where: str) -> MlxQuantization:
     if not isinstance(content, dict):
         raise CheckpointError(f"config.json: {where} is {_shown(content)}; it must be an object")
     settings = {key: value for key, value in content.items() if key in ("mode", "bits", "group_size")}
@@ -190,7 +190,7 @@ def _parse(content: Any, where: str) -> MlxQuantisation:
                 f"config.json: {entry} is {_shown(value)}; it is no setting known here, and the entry of a "
                 f"module is an object, true or false; {UNQUANTISED}"
             )
-    return MlxQuantisation(default, modules)
+    return MlxQuantization(default, modules)
 
 
 def _format(values: Mapping[str, Any], where: str) -> MlxFormat:

@@ -95,7 +95,7 @@ class MlxTensor:
     def tile_format(self) -> RowFormat | None:
         return self.code_format
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer.
 
         Those of mxfp4 are kept in that format alone.

@@ -79,7 +79,7 @@ class ComputedView(View):
     def tile_format(self) -> RowFormat | None:
         return None
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
 
@@ -121,10 +121,10 @@ class RowsOf(View):
     def columns(self, start: int, stop: int) -> Weights:
         return self.source.columns(start, stop)[self.picks]
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         picks = self.picks[start:stop]
         first = int(picks.min())
-        rows = self.source.quantised_rows(first, int(picks.max()) + 1, stored)
+        rows = self.source.quantized_rows(first, int(picks.max()) + 1, stored)
         if rows is None:
             return None
         taken = picks - first
@@ -214,10 +214,10 @@ class ColumnsOf(View):
         first = int(picks.min())
         return self.source.columns(first, int(picks.max()) + 1)[:, picks - first]
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Whole groups of columns trade places, with their scales."""
         size = _columns_together(stored)
-        rows = None if self.unit % size else self.source.quantised_rows(start, stop, stored)
+        rows = None if self.unit % size else self.source.quantized_rows(start, stop, stored)
         if rows is None:
             return None
         groups = rows.codes.shape[1] * 8 // (stored.bits * size)
@@ -323,7 +323,7 @@ class Joined(View):
     def columns(self, start: int, stop: int) -> Weights:
         raise ValueError(f"{self.name} is a vector; it has no columns")
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def vector(self) -> NDArray[np.float32]:
@@ -398,10 +398,10 @@ class Matrices(View):
             return np.concatenate([part.columns(start, stop) for part in self.parts])
         return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         if self.by_columns or not self._alike:
             return None
-        parts = [part.quantised_rows(*span, stored) for part, span in self._spans(start, stop)]
+        parts = [part.quantized_rows(*span, stored) for part, span in self._spans(start, stop)]
         codes = [it for it in parts if it is not None]
         if len(codes) < len(parts):
             return None

@@ -93,8 +93,8 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
     if model.ahead is None:
         raise UnsupportedModelError(
             f"config.json: model_type is {plain(str(_text_config(values).get('model_type')))}; layers that "
-            "predict tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash, DeepSeek "
-            "V3 and MiMo V2 Flash"
+            "predict tokens ahead are read from Qwen3-Next, Qwen3.5 and 3.6, GLM-4.5, GLM-4.7-Flash, "
+            "DeepSeek V3 and MiMo V2 Flash"
         )
     _check_same_model(model.config, bundle.config)
     with ExitStack() as opened:

@@ -6,7 +6,7 @@ are damped as in section 3.3 of the paper, but ten times as much, which measures
 kind and on other text. Nothing depends on the number of threads: moments are sums of whole numbers, exact in
 whatever order a library adds them, and the kernels have one order of operations.
 
-Memory: `MOST_INPUTS` bounds what is held at once, to about 350 MB. Wider matrices are rounded in blocks of
+Memory: `MAX_INPUTS` bounds what is held at once, to about 350 MB. Wider matrices are rounded in blocks of
 inputs, between which no error is fed back.
 
 Legend: N tokens, C inputs of a matrix, R rows.
@@ -28,7 +28,7 @@ from ondevice.converters.quantize import QuantizedRows, RoundedRows, dequantize,
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
-MOST_INPUTS = 4096
+MAX_INPUTS = 4096
 """Inputs that feed errors back to each other, whose moments are in memory together."""
 DAMPING = 0.1
 """Share of the inputs' mean energy that is added to every input's, so that their moments can be inverted."""
@@ -104,8 +104,8 @@ def factors(
     energies = inputs.energies()
     order = np.argsort(-energies, kind="stable") if by_energy else np.arange(inputs.count)
     least = max(damping * float(energies.mean()), 1e-30)
-    for start in range(0, inputs.count, MOST_INPUTS):
-        picks = order[start : start + MOST_INPUTS]
+    for start in range(0, inputs.count, MAX_INPUTS):
+        picks = order[start : start + MAX_INPUTS]
         moments = inputs.moments(picks)
         moments[np.diag_indices(len(picks))] += least
         values = np.empty(moments.shape, np.float32)

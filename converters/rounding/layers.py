@@ -44,9 +44,9 @@ from ondevice.model.sequence_state import SequenceState, state_over
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import LayerSpec, ModelConfig
 
-MOST_BITS = 6
+MAX_ROUNDED_BITS = 6
 """Most bits of weights that a text rounds: 8 lose nothing that it could save."""
-MOST_TOKENS = 16384
+MAX_ROUNDING_TOKENS = 16384
 """Most tokens of a text that a model is run over."""
 RANDOM_TOKENS = 2048
 """Tokens that are drawn where there is no text."""
@@ -58,7 +58,7 @@ OnStep = Callable[[str], None]
 
 def is_rounded(stored: RowFormat) -> bool:
     """Whether a text rounds the matrices of this format."""
-    return stored.bits <= MOST_BITS and stored.has_biases
+    return stored.bits <= MAX_ROUNDED_BITS and stored.has_biases
 
 
 def rounds_any(quant: QuantConfig) -> bool:
@@ -76,7 +76,7 @@ def most_tokens(config: ModelConfig) -> int:
     inputs += max(layer.laurel_rank for layer in config.layers) + config.embedding_width
     states = config.residual_copies * hidden + config.per_layer_size
     keys = 2 * config.kv_size * len(_owners(config))
-    return min(MOST_TOKENS, INPUT_BYTES // (2 * inputs + 4 * states + 2 * keys))
+    return min(MAX_ROUNDING_TOKENS, INPUT_BYTES // (2 * inputs + 4 * states + 2 * keys))
 
 
 def _owners(config: ModelConfig) -> set[int]:
@@ -215,7 +215,7 @@ class LayerRounding:
             return {}
         # Keys may be values at once.
         sources = {source.name: source for source in (self._checkpoint.tensors[name] for name in matrices)}
-        free = [source for source in sources.values() if source.quantised_rows(0, 1, stored) is None]
+        free = [source for source in sources.values() if source.quantized_rows(0, 1, stored) is None]
         return rounded_by_columns(self._runner, free, inputs, stored, self._damping) if free else {}
 
     def run(self, layer: int) -> dict[str, Inputs]:

@@ -36,7 +36,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import GROUP_SIZE
-from ondevice.converters.training.sidecars import LEAST_TOKENS, save_sidecar
+from ondevice.converters.training.sidecars import MIN_TRAINING_TOKENS, save_sidecar
 from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
@@ -110,8 +110,10 @@ def check(bundle: Bundle, pieces: Sequence[Sequence[int]]) -> ExpertsSpec:
     experts, total = bundle.config.experts, sum(map(len, pieces))
     if experts is None:
         raise UnsupportedModelError(f"{bundle.name} has no experts that a router chooses among")
-    if total < LEAST_TOKENS:
-        raise UsageError(f"the text has {total} tokens; counting the use of experts takes {LEAST_TOKENS}")
+    if total < MIN_TRAINING_TOKENS:
+        raise UsageError(
+            f"the text has {total} tokens; counting the use of experts takes {MIN_TRAINING_TOKENS}"
+        )
     return experts
 
 

@@ -35,21 +35,21 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.sidecars import save_sidecar, write_tensors
 from ondevice.errors import UsageError
 
-LEAST_TOKENS = 2
+MIN_TOKENS = 2
 """Fewest tokens of a text: one context and what followed it."""
 WRITTEN_PAGES = 64
 """Pages that are put together at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class WindowRows:
     """Distinct windows in ascending order: tokens (R, W), how often each occurs in the text, (R,)."""
 
     tokens: Words
     counts: NDArray[np.int64]
 
-    def part(self, chosen: slice | NDArray[np.int64]) -> Rows:
-        return Rows(self.tokens[chosen], self.counts[chosen])
+    def part(self, chosen: slice | NDArray[np.int64]) -> WindowRows:
+        return WindowRows(self.tokens[chosen], self.counts[chosen])
 
 
 def train_ngrams(
@@ -66,8 +66,8 @@ def train_ngrams(
     Takes about 150 bytes of memory per token. Raises UsageError for too short or too long a text, and
     OndeviceError if the disk refuses.
     """
-    if len(tokens) < LEAST_TOKENS:
-        raise UsageError(f"the text has {len(tokens)} tokens; a datastore takes {LEAST_TOKENS} or more")
+    if len(tokens) < MIN_TOKENS:
+        raise UsageError(f"the text has {len(tokens)} tokens; a datastore takes {MIN_TOKENS} or more")
     on_progress(0.0, f"sorting {len(tokens)} tokens")
     rows = distinct_windows(tokens)
     on_progress(0.5, f"{len(rows.tokens)} distinct windows")
@@ -90,21 +90,21 @@ def train_ngrams(
     return ngrams
 
 
-def distinct_windows(tokens: Words) -> Rows:
+def distinct_windows(tokens: Words) -> WindowRows:
     """The text's windows: every token with the W - 1 after it, NO_TOKEN behind the end."""
     padded = np.concatenate([tokens, np.full(WINDOW - 1, NO_TOKEN, np.uint32)])
     every = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)
     order = np.lexsort(every.T[::-1])
     ones = np.ones(len(order), np.int64)
-    return _merged(Rows(every[order], ones))
+    return _merged(WindowRows(every[order], ones))
 
 
-def frequent_contexts(rows: Rows) -> tuple[Words, list[Rows]]:
+def frequent_contexts(rows: WindowRows) -> tuple[Words, list[WindowRows]]:
     """Contexts (F, M), ascending, that begin more rows than a page holds, and each one's own rows.
 
     A context of fewer than M tokens is filled with NO_TOKEN.
     """
-    contexts_with_rows: list[tuple[Words, Rows]] = []
+    contexts_with_rows: list[tuple[Words, WindowRows]] = []
     for length in range(1, MAX_CONTEXT + 1):
         bounds = _bounds(rows.tokens[:, :length])
         for first in np.flatnonzero(np.diff(bounds) > PAGE_ROWS):
@@ -118,7 +118,7 @@ def frequent_contexts(rows: Rows) -> tuple[Words, list[Rows]]:
     return contexts, [context_rows for _, context_rows in contexts_with_rows]
 
 
-def pruned(rows: Rows, length: int, most: int) -> Rows:
+def pruned(rows: WindowRows, length: int, most: int) -> WindowRows:
     """At most `most` rows that say as much as possible of what follows the first `length` tokens of `rows`.
 
     rows: all begin with these tokens. Each is cut behind its last token up to which it occurs often enough;
@@ -139,13 +139,15 @@ def pruned(rows: Rows, length: int, most: int) -> Rows:
     kept = length + (occurring >= least).sum(axis=1)
     tokens = np.where(np.arange(WINDOW) < kept[:, None], rows.tokens, np.uint32(NO_TOKEN))
     order = np.lexsort(tokens.T[::-1])
-    return _merged(Rows(tokens[order], rows.counts[order]))
+    return _merged(WindowRows(tokens[order], rows.counts[order]))
 
 
-def _merged(rows: Rows) -> Rows:
+def _merged(rows: WindowRows) -> WindowRows:
     """Sorted rows, each once, with the sum of its counts."""
     bounds = _bounds(rows.tokens)
-    return Rows(np.ascontiguousarray(rows.tokens[bounds[:-1]]), np.add.reduceat(rows.counts, bounds[:-1]))
+    return WindowRows(
+        np.ascontiguousarray(rows.tokens[bounds[:-1]]), np.add.reduceat(rows.counts, bounds[:-1])
+    )
 
 
 def _bounds(tokens: Words) -> NDArray[np.int64]:
@@ -154,7 +156,7 @@ def _bounds(tokens: Words) -> NDArray[np.int64]:
     return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tokens)]])
 
 
-def _pages(parts: list[Rows]) -> Iterator[Words]:
+def _pages(parts: list[WindowRows]) -> Iterator[Words]:
     """Pages of at most PAGE_ROWS rows each: tokens and count of each row, NO_TOKEN and 0 behind the last."""
     for start in range(0, len(parts), WRITTEN_PAGES):
         group = parts[start : start + WRITTEN_PAGES]

@@ -31,7 +31,7 @@ from ondevice.converters.output_folder import OutputFolder
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
 
-LEAST_TOKENS = 512
+MIN_TRAINING_TOKENS = 512
 """Fewest tokens of a text to train on."""
 MEASURED_SHARE = 0.1
 """Share of the text's pieces that measure and don't train."""
@@ -61,10 +61,10 @@ def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> 
     """
     count = max(1, round(share * len(pieces)))
     total = sum(len(piece) for piece in pieces)
-    if total < LEAST_TOKENS or count >= len(pieces):
+    if total < MIN_TRAINING_TOKENS or count >= len(pieces):
         raise UsageError(
-            f"the text has {total} tokens in {len(pieces)} pieces; training takes {LEAST_TOKENS} in two or "
-            "more: what it makes is measured on other text"
+            f"the text has {total} tokens in {len(pieces)} pieces; training takes "
+            f"{MIN_TRAINING_TOKENS} in two or more: what it makes is measured on other text"
         )
     return pieces[len(pieces) - count :]
 

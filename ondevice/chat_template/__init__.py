@@ -286,11 +286,11 @@ class ChatTemplate:
     def _compile(self, source: str) -> None:
         import jinja2
 
-        from ondevice.chat_template.meter import Meter
+        from ondevice.chat_template.meter import TemplateMeter
         from ondevice.chat_template.sandbox import MeteredEnvironment
 
         self._environment = MeteredEnvironment()
-        self._environment.meter = Meter(_MAX_UNITS, MAX_SECONDS)
+        self._environment.meter = TemplateMeter(_MAX_UNITS, MAX_SECONDS)
         try:
             self._template, self._reads = self._environment.compile_guarded(source)
         except (jinja2.TemplateError, *_FAILURES) as error:
@@ -495,7 +495,7 @@ class ChatTemplate:
         """What the template makes of messages. given: characters in messages and tools, which may be work."""
         import jinja2
 
-        from ondevice.chat_template.meter import MessagesRefused, Meter
+        from ondevice.chat_template.meter import MessagesRefused, TemplateMeter
 
         variables = self._names | {
             "messages": messages,
@@ -506,7 +506,7 @@ class ChatTemplate:
         }
         units = _MAX_UNITS + _UNITS_PER_MESSAGE * len(messages) + _UNITS_PER_CHAR * given
         with self._lock:
-            self._environment.meter = Meter(units, MAX_SECONDS)
+            self._environment.meter = TemplateMeter(units, MAX_SECONDS)
             try:
                 return self._template.render(variables)
             except MessagesRefused as error:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from ondevice.chat_template.call_formats import Tools, checked_call
-from ondevice.chat_template.replies import MAX_CALL_CHARS, CallScan, Kind, Piece
+from ondevice.chat_template.replies import MAX_CALL_CHARS, CallScan, Kind, ReplyPiece
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CONSTRAIN = "<|constrain|>"
@@ -51,7 +51,7 @@ class Channels:
         kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call", "header": "header"}
         return kinds.get(self._part, "reply")
 
-    def take(self, token: int | None, text: str) -> list[Piece]:
+    def take(self, token: int | None, text: str) -> list[ReplyPiece]:
         pieces = self._took(text)
         match self._marks.get(-1 if token is None else token):
             case "<|start|>":
@@ -69,22 +69,22 @@ class Channels:
                 self._begin()
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         """The rest. A call that can't be read is text of the reply."""
         part, call, held = self._part, self._call, self._header
         self._call, self._scan = "", None
         if part == "start" and held:
             self._header = ""
-            return [Piece("reply", held)]
+            return [ReplyPiece("reply", held)]
         if part != "call":
             return []
         self._part = "header"
         call_made = checked_call(self._name, call.strip(), self._tools)
         if call_made is None:
-            return [Piece("reply", call)] if call else []
-        return [Piece("reply", "", call_made)]
+            return [ReplyPiece("reply", call)] if call else []
+        return [ReplyPiece("reply", "", call_made)]
 
-    def _took(self, text: str) -> list[Piece]:
+    def _took(self, text: str) -> list[ReplyPiece]:
         if self._part == "header":
             self._header = (self._header + text)[:MAX_HEADER_CHARS]
             return []
@@ -100,16 +100,16 @@ class Channels:
             if len(self._call) <= MAX_CALL_CHARS:
                 return self._streamed()
             text, self._call, self._part = self._call, "", "reply"
-        return [Piece("thinking" if self._part == "thinking" else "reply", text)] if text else []
+        return [ReplyPiece("thinking" if self._part == "thinking" else "reply", text)] if text else []
 
-    def _streamed(self) -> list[Piece]:
+    def _streamed(self) -> list[ReplyPiece]:
         """What is certain of a call's arguments."""
         pieces = []
         if self._scan is None and self._call.lstrip().startswith("{") and self._name in self._tools:
             self._scan = CallScan(self._name, self._call.index("{"))
-            pieces.append(Piece("reply", "", begins=self._name))
+            pieces.append(ReplyPiece("reply", "", begins=self._name))
         certain = "" if self._scan is None else self._scan.take(self._call)
-        return [*pieces, Piece("reply", "", arguments=certain)] if certain else pieces
+        return [*pieces, ReplyPiece("reply", "", arguments=certain)] if certain else pieces
 
     def _begin(self) -> None:
         """A message's text begins; its header says whose."""

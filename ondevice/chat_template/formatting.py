@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Any
 
 from ondevice.chat_template.given_text import GivenText, concatenated, given_alike, made_of
-from ondevice.chat_template.meter import Meter, TemplateLimit
+from ondevice.chat_template.meter import TemplateLimit, TemplateMeter
 
 MAX_WIDTH = 1000
 """Most characters and decimals that a field may ask for."""
@@ -18,7 +18,7 @@ _DIRECTIVE = re.compile(r"%(?:\((\w+)\))?([-+ #0]*)(\d*)(?:\.(\d+))?(.?)", re.AS
 _KINDS = "sdifFeEgGxXoc"
 
 
-def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter: Meter) -> str:
+def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter: TemplateMeter) -> str:
     """`form.format(*values, **named)`.
 
     Raises TemplateLimit for fields with attributes, items or conversions and for wide ones, ValueError,
@@ -40,7 +40,7 @@ def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter:
     return _made_of(form, parts)
 
 
-def _with_spec(value: Any, spec: str, meter: Meter) -> str:
+def _with_spec(value: Any, spec: str, meter: TemplateMeter) -> str:
     if not spec:
         return meter.text(value)
     match = _SPEC.fullmatch(spec)
@@ -51,7 +51,7 @@ def _with_spec(value: Any, spec: str, meter: Meter) -> str:
     return given_alike(format(value, spec), value) if isinstance(value, str) else format(value, spec)
 
 
-def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
+def percent_filled_in(form: str, values: Any, meter: TemplateMeter) -> str:
     """`form % values`.
 
     Raises TemplateLimit for wide fields, and ValueError, LookupError and TypeError as `%` does.
@@ -85,7 +85,7 @@ def percent_filled_in(form: str, values: Any, meter: Meter) -> str:
     return _made_of(form, parts)
 
 
-def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
+def _with_kind(value: Any, kind: str, spec: str, meter: TemplateMeter) -> str:
     if kind != "s":
         made = f"%{spec}{kind}" % value
         return given_alike(made, value) if isinstance(value, str) else made
@@ -93,7 +93,7 @@ def _with_kind(value: Any, kind: str, spec: str, meter: Meter) -> str:
     return given_alike(f"%{spec}s" % text, text) if spec else text
 
 
-def _charged(part: str, meter: Meter) -> str:
+def _charged(part: str, meter: TemplateMeter) -> str:
     """The part, charged as it is made: a short form may have many wide fields."""
     meter.charge(len(part), "text")
     return part

@@ -27,7 +27,7 @@ class MessagesRefused(jinja2.TemplateError):
     """The template itself called `raise_exception`: it doesn't accept these messages."""
 
 
-class Meter:
+class TemplateMeter:
     """Counts the units of work and the seconds left, and the unfolded sizes of containers made so far."""
 
     def __init__(self, units: int, seconds: float) -> None:

@@ -30,7 +30,7 @@ class UnfinishedError(ValueError):
     """The text ends before the calls do."""
 
 
-class _Reader:
+class _CallReader:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
@@ -148,7 +148,7 @@ class _Reader:
 def read_python_calls(text: str) -> list[PythonCall] | None:
     """The calls that a text consists of; None if it is anything else."""
     try:
-        return _Reader(text).calls()
+        return _CallReader(text).calls()
     except (ValueError, SyntaxError, RecursionError):
         return None
 
@@ -156,7 +156,7 @@ def read_python_calls(text: str) -> list[PythonCall] | None:
 def ends_inside_calls(text: str) -> bool:
     """Whether a text ends before the calls do that it begins with."""
     try:
-        _Reader(text).calls()
+        _CallReader(text).calls()
     except UnfinishedError:
         return True
     except (ValueError, SyntaxError, RecursionError):

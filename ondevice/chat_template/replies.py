@@ -40,7 +40,7 @@ _LINE_OPENER_BEGUN = re.compile(r"(?:\A|(?<=\n))[ \t]*(`{1,2}|\[\s{0,8})\Z")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReplyPiece:
     """A part of a reply: text of it or of thinking, a call, or a part of a call that is being written.
 
     begins: the name of a tool whose arguments begin. arguments: what comes next of their JSON; together, up
@@ -89,11 +89,11 @@ class ReplyParser(Protocol):
         """Ids of tokens that may come in a reply's place and begin something else, such as thinking."""
         ...
 
-    def take(self, token: int | None, text: str) -> list[Piece]:
+    def take(self, token: int | None, text: str) -> list[ReplyPiece]:
         """The pieces that are certain by now. `text` ends before `token`, which is then taken."""
         ...
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         """The rest, at the end of the reply."""
         ...
 
@@ -104,10 +104,10 @@ class PlainReply:
     kind: Kind = "reply"
     openers: frozenset[int] = frozenset()
 
-    def take(self, token: int | None, text: str) -> list[Piece]:
-        return [Piece("reply", text)] if text else []
+    def take(self, token: int | None, text: str) -> list[ReplyPiece]:
+        return [ReplyPiece("reply", text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return []
 
 
@@ -177,16 +177,16 @@ class MarkedReply:
         kinds: dict[str, Kind] = {"thinking": "thinking", "call": "call"}
         return kinds.get(self._state, "reply")
 
-    def take(self, token: int | None, text: str) -> list[Piece]:
+    def take(self, token: int | None, text: str) -> list[ReplyPiece]:
         self._held += text
         if token is not None:
             self._held += self._names.get(token, "")
         return list(self._pieces(False))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return list(self._pieces(True))
 
-    def _pieces(self, final: bool) -> Iterator[Piece]:
+    def _pieces(self, final: bool) -> Iterator[ReplyPiece]:
         going = True
         while going:
             state = self._state
@@ -212,21 +212,21 @@ class MarkedReply:
         self._state = "text"
         return True
 
-    def _think(self, final: bool) -> Generator[Piece, None, bool]:
+    def _think(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         assert self._marks is not None
         text, mark = self._before((self._marks[1],), final)
         if text and not self._said:
             text = text.lstrip()
         if text:
             self._said = True
-            yield Piece("thinking", text)
+            yield ReplyPiece("thinking", text)
         if not mark:
             return False
         self._state, self._said = "text", False
         self._drop_spaces = True
         return True
 
-    def _text(self, final: bool) -> Generator[Piece, None, bool]:
+    def _text(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         if self._drop_spaces:
             self._add_break(_spaces(self._held))
             self._held = self._held.lstrip()
@@ -290,7 +290,7 @@ class MarkedReply:
         self._told = False
         self._searched = self._retries = 0
 
-    def _call(self, final: bool) -> Generator[Piece, None, bool]:
+    def _call(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         """The calls behind a mark. Those that are told while they are written come first."""
         assert self._form is not None
         form = self._form
@@ -334,27 +334,27 @@ class MarkedReply:
         self._state, self._said, self._drop_spaces = "text", True, True
         self._add_break(_spaces(self._opened))
         for call in calls:
-            yield from self._tell(Piece("reply", "", call))
+            yield from self._tell(ReplyPiece("reply", "", call))
             self._called += 1
         return True
 
-    def _stream(self, final: bool) -> Generator[Piece, None, bool]:
+    def _stream(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         """Calls whose arguments are JSON, while they are written. True: one broke off, and is text."""
         while True:
             if self._scan is None:
                 self._scan = self._begun()
                 if self._scan is None:
                     return False
-                yield from self._tell(Piece("reply", "", begins=self._scan.name))
+                yield from self._tell(ReplyPiece("reply", "", begins=self._scan.name))
             scan = self._scan
             if certain := scan.take(self._held):
-                yield from self._tell(Piece("reply", "", arguments=certain))
+                yield from self._tell(ReplyPiece("reply", "", arguments=certain))
             if scan.ended:
                 call = checked_call(scan.name, self._held[scan.start : scan.at], self._tools)
                 if call is None:
                     yield from self._give_up(scan.at)
                     return True
-                yield from self._tell(Piece("reply", "", call))
+                yield from self._tell(ReplyPiece("reply", "", call))
                 self._called += 1
                 self._held, self._scan, self._told = self._held[scan.at :], None, True
                 self._searched = self._retries = 0
@@ -380,12 +380,12 @@ class MarkedReply:
         tail = self._form.streaming.tail.match(self._held)
         return 0 if tail is None else tail.end()
 
-    def _tell(self, piece: Piece) -> Iterator[Piece]:
+    def _tell(self, piece: ReplyPiece) -> Iterator[ReplyPiece]:
         """A part of a call, unless there are too many calls."""
         if self._called < MAX_CALLS:
             yield piece
 
-    def _reply(self, text: str) -> Iterator[Piece]:
+    def _reply(self, text: str) -> Iterator[ReplyPiece]:
         """Text of the reply, behind the break that calls before it have left."""
         if not text:
             return
@@ -393,14 +393,14 @@ class MarkedReply:
         if not text[0].isspace():
             text = self._break + text
         self._replied, self._break = True, ""
-        yield Piece("reply", text)
+        yield ReplyPiece("reply", text)
 
     def _add_break(self, spaces: str) -> None:
         """Keep in mind that spaces behind a text have been dropped: as lines, at most one of them empty."""
         if self._replied and spaces:
             self._break = "\n" * min(2, (self._break + spaces).count("\n")) or " "
 
-    def _give_up(self, length: int) -> Iterator[Piece]:
+    def _give_up(self, length: int) -> Iterator[ReplyPiece]:
         """What was taken for a call is text: of one without a mark no more than what it was taken for one by.
 
         length: of what is held.

@@ -26,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 from ondevice.chat_template.formatting import filled_in, percent_filled_in
 from ondevice.chat_template.given_text import GivenText, concatenated, given_alike, joined, made_of, replaced
-from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
+from ondevice.chat_template.meter import MessagesRefused, TemplateLimit, TemplateMeter
 
 _MAX_NODES = 12_000
 _MAX_INTEGER_BITS = 4096
@@ -154,7 +154,7 @@ class GenerationTag(Extension):
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """The environment of one chat template. `meter` must be set before compiling and rendering."""
 
-    meter: Meter
+    meter: TemplateMeter
     concat = staticmethod(concatenated)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 

@@ -26,7 +26,7 @@ from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import print_result, progress, say, take_interrupts
 from ondevice.config import MAX_CONTEXT, SamplingConfig
 from ondevice.errors import UsageError
-from ondevice.measure.prompts import BUILT_IN, MOST_PROMPTS, Task, paragraphs
+from ondevice.measure.prompts import BUILT_IN, MAX_PROMPTS, Task, paragraphs
 from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
@@ -88,7 +88,7 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
 @option(
     "--prompts",
     type=click.IntRange(1),
-    default=MOST_PROMPTS,
+    default=MAX_PROMPTS,
     help=f"With --speculation {EVERY_DRAFTER}: prompts of a task at most, spread over its text.",
     rare=True,
 )

@@ -11,7 +11,7 @@ from ondevice.commands.terminal import print_result, progress, take_interrupts
 from ondevice.errors import OndeviceError
 
 if TYPE_CHECKING:
-    from ondevice.doctor.check import Report
+    from ondevice.doctor.check import DoctorReport
 
 STATUS_WIDTH = 9
 
@@ -37,7 +37,7 @@ def doctor(context: click.Context, /, model: str | None, as_json: bool) -> None:
         context.exit(OndeviceError.exit_code)
 
 
-def report_text(found: Report) -> str:
+def report_text(found: DoctorReport) -> str:
     """The report for people: a line per check with its remedy below, and the number of problems."""
     width = max(len(check.name) for check in found.checks) + 2
     lines = []

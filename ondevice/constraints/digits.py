@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from ondevice.constraints.subschemas import walked
 
-MOST_DIGITS = 20
+DEFAULT_DIGITS = 20
 """Most significant digits of a number, and most zeros before them, unless its schema names a longer one."""
 MAX_DIGITS = 100
 """Most digits of a number that a schema names; longer ones are left out."""
-MOST_EXPONENT_DIGITS = 3
+MAX_EXPONENT_DIGITS = 3
 _NUMERIC = frozenset(b"0123456789.")
 _DIGITS = frozenset(b"0123456789")
 _NAMING = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
@@ -56,7 +56,7 @@ _TEXT = _Place()
 class DigitBound:
     """Follows one text that is JSON."""
 
-    def __init__(self, tokens: NumberTokens, most_digits: int = MOST_DIGITS) -> None:
+    def __init__(self, tokens: NumberTokens, most_digits: int = DEFAULT_DIGITS) -> None:
         self._tokens, self._most = tokens, most_digits
         self._place = _TEXT
 
@@ -102,7 +102,7 @@ class DigitBound:
                 reached = reached._replace(digits=reached.digits + 1)
             else:
                 reached = reached._replace(zeros=reached.zeros + 1)
-            most = MOST_EXPONENT_DIGITS if reached.part == "exponent" else self._most
+            most = MAX_EXPONENT_DIGITS if reached.part == "exponent" else self._most
             # The 0 before a point is one more.
             return None if bounded and (reached.digits > most or reached.zeros > most + 1) else reached
         if part == "number" and byte == 0x2E:
@@ -116,11 +116,11 @@ class DigitBound:
 
 
 def most_digits(schema: Any) -> int:
-    """Digits that a number of a schema's values may have: as the longest that it names, or MOST_DIGITS."""
+    """Digits that a number of a schema's values may have: as the longest that it names, or DEFAULT_DIGITS."""
     counts = (
         _digits(it) for each in walked(schema) for key in _NAMING if key in each for it in _numbers(each[key])
     )
-    return max((it for it in counts if it <= MAX_DIGITS), default=MOST_DIGITS)
+    return max((it for it in counts if it <= MAX_DIGITS), default=DEFAULT_DIGITS)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -133,6 +133,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _digits(number: int | float) -> int:
-    """Digits of a number that is written without an exponent, or MOST_DIGITS."""
+    """Digits of a number that is written without an exponent, or DEFAULT_DIGITS."""
     digits = format(Decimal(repr(number)), "f").lstrip("-0.").replace(".", "")
-    return max(MOST_DIGITS, len(digits))
+    return max(DEFAULT_DIGITS, len(digits))

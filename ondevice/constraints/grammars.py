@@ -77,7 +77,7 @@ _EMPTY = re.compile(r'"(enum|type|anyOf|oneOf)": \[\]')
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GrammarVocabulary:
     """A model's tokens.
 
     token_bytes: what each id adds to a text; empty for ids that add nothing. special: ids of special tokens
@@ -104,7 +104,7 @@ def grammars_bytes(vocab_size: int, texts: int) -> int:
 class Grammars:
     """One model's constraints. Safe from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         """Raises BackendUnavailableError without llguidance, OndeviceError if it can't use the vocabulary."""
         require_package()
         import llguidance
@@ -189,7 +189,7 @@ def require_package() -> None:
 class _Spelling:
     """A vocabulary as llguidance's TokenizerWrapper asks for it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.tokens = list(vocabulary.token_bytes)
         for name, token in vocabulary.special.items():
             # A byte that no text has marks tokens that stand for no text.

@@ -48,11 +48,11 @@ def exact_rule(schema: Any, leaf: Callable[[Any], str]) -> str | None:
     leaf: writes a schema without one. Raises ConstraintError for a keyword without a rule, and for bounds
     that no number meets.
     """
-    writer = _Writer(schema, leaf)
+    writer = _RuleWriter(schema, leaf)
     return writer.value(schema, 0) if writer.is_large(schema) else None
 
 
-class _Writer:
+class _RuleWriter:
     """Writes rules for one schema."""
 
     def __init__(self, root: Any, leaf: Callable[[Any], str]) -> None:

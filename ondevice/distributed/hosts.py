@@ -34,7 +34,7 @@ RING = "ring"
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """One machine.
 
     `ssh` is the name by which ssh reaches it, `ips` are its addresses for activations, the first of them for
@@ -50,11 +50,11 @@ class Host:
 class HostFile:
     """A host file. `envs` are environment variables of every rank (`NAME=value`)."""
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostEntry, ...]
     envs: tuple[str, ...] = ()
 
 
-def read_hosts(path: str | Path) -> tuple[Host, ...]:
+def read_hosts(path: str | Path) -> tuple[HostEntry, ...]:
     """The hosts of a host file, rank 0 first. Raises UsageError, which names the file and what is wrong."""
     return read_host_file(path).hosts
 
@@ -110,7 +110,7 @@ def _host_file(value: Any, where: str) -> HostFile:
     return HostFile(hosts, envs)
 
 
-def _host(section: Section) -> Host:
+def _host(section: Section) -> HostEntry:
     ssh = section.text("ssh", MAX_TEXT)
     if not _SSH.fullmatch(ssh):
         raise UsageError(f"{section.where}.ssh is {ssh!r}; it must be a host's name or address, as ssh takes")
@@ -123,7 +123,7 @@ def _host(section: Section) -> Host:
     if "rdma" in section.names:
         section.get("rdma")
     section.close()
-    return Host(ssh, ips, budget)
+    return HostEntry(ssh, ips, budget)
 
 
 def _require_address(text: str, where: str) -> None:

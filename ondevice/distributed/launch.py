@@ -18,7 +18,7 @@ from shutil import which
 
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.distributed.hosts import HostFile, read_host_file
-from ondevice.distributed.place import CONTROL, FRONT, MAX_RANKS, Place, control_text
+from ondevice.distributed.place import CONTROL, FRONT, MAX_RANKS, RankPlace, control_text
 from ondevice.distributed.supervisor import supervise
 from ondevice.errors import BackendUnavailableError, BundleError, UsageError
 
@@ -63,7 +63,7 @@ def launch(text: str) -> int:
             f"{ip}, the first address of the host file {path}, isn't one of this machine: {error.strerror}; "
             "start the command on the first host"
         ) from error
-    place = Place(0, len(hosts.hosts), (ip, listener.getsockname()[1]), secrets.token_hex(8))
+    place = RankPlace(0, len(hosts.hosts), (ip, listener.getsockname()[1]), secrets.token_hex(8))
     return supervise(place, listener, MlxLauncher(hosts, place, arguments))
 
 
@@ -92,7 +92,7 @@ class MlxLauncher:
     stopped group whose parent has died.
     """
 
-    def __init__(self, hosts: HostFile, place: Place, arguments: Sequence[str]) -> None:
+    def __init__(self, hosts: HostFile, place: RankPlace, arguments: Sequence[str]) -> None:
         self._hosts = hosts.hosts
         handle, self._file = tempfile.mkstemp(prefix="ondevice-hosts-", suffix=".json")
         with os.fdopen(handle, "w") as file:

@@ -53,7 +53,7 @@ class Change(NamedTuple):
     rows: tuple[int, ...] = ()
 
 
-class Part(NamedTuple):
+class SequenceTokens(NamedTuple):
     """The tokens of one sequence in a pass, which follow `position` tokens of its state."""
 
     sequence: int
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 class PassMessage:
     """A pass between two layers. Its state's arrays are float32 in host memory."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SequenceTokens, ...]
     state: PassState
     taps: tuple[int, ...] = ()
     rule: PruningRule | None = None
@@ -157,7 +157,7 @@ def unpack(
     config: of the receiver's layers. streams: of a token; 0 without any. entered: whether an earlier rank has
     the layer that streams enter.
     """
-    reader = _Reader(arrays, config, streams, entered)
+    reader = _MessageReader(arrays, config, streams, entered)
     try:
         return reader.message(Section(parse_json(header, "a message"), "a message"))
     except BundleError as error:
@@ -181,7 +181,7 @@ def _rank_stats(section: Section) -> RankStats:
     return RankStats(hops=hop_stats, **counts)
 
 
-class _Reader:
+class _MessageReader:
     """Takes the arrays of one message, in order."""
 
     def __init__(self, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool) -> None:
@@ -232,7 +232,7 @@ class _Reader:
             drafted = list(each.integers("drafted", count, 0, max(0, count - 1)))
             batch = ForwardBatch(tokens, tree, drafted, stream_rows, **flags)
             sequence, position = (each.integer(it, 0, MAX_NUMBER) for it in ("sequence", "position"))
-            parts.append(Part(sequence, position, batch))
+            parts.append(SequenceTokens(sequence, position, batch))
             each.close()
             _require_ascending(drafted, "drafted rows")
         if not parts or taken != len(ids) or parents_taken != len(parents):

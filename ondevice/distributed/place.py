@@ -28,7 +28,7 @@ VARIABLES = {CHILD, CONTROL, FRONT, *_SIZES}
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank among `size`, and the address of rank 0's supervisor. `addresses` is the ring's, if known."""
 
     rank: int
@@ -74,7 +74,7 @@ def control_text(control: tuple[str, int], size: int, token: str) -> str:
     return f"{control[0]}:{control[1]}/{size}/{token}"
 
 
-def find_place(environment: Mapping[str, str]) -> Place | None:
+def find_place(environment: Mapping[str, str]) -> RankPlace | None:
     """The place of a process that `--hosts` or mlx.launch with its ring has started; None for one alone.
 
     Raises UsageError for an environment that contradicts itself, and for ranks without a ring: each would run
@@ -93,7 +93,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     ip = ring[0][0].rpartition(":")[0]
     # The first port that the ring leaves free.
     port = 1 + max(int(address.rpartition(":")[2]) for addresses in ring for address in addresses)
-    return Place(place, len(ring), (ip, port), "", ring)
+    return RankPlace(place, len(ring), (ip, port), "", ring)
 
 
 def _require_alone(environment: Mapping[str, str]) -> None:
@@ -106,7 +106,7 @@ def _require_alone(environment: Mapping[str, str]) -> None:
             )
 
 
-def _launched(text: str, rank: str | None) -> Place:
+def _launched(text: str, rank: str | None) -> RankPlace:
     address, _, rest = text.partition("/")
     size, _, token = rest.partition("/")
     ip, _, port = address.rpartition(":")
@@ -114,7 +114,7 @@ def _launched(text: str, rank: str | None) -> Place:
         raise UsageError(f"{CONTROL} is {text[:80]!r}; it must be address:port/ranks/token")
     # mlx.launch counts the ranks that it starts, and rank 0 isn't among them.
     place = _rank(rank or "", int(size) - 1, "MLX_RANK") + 1
-    return Place(place, int(size), (ip, int(port)), token)
+    return RankPlace(place, int(size), (ip, int(port)), token)
 
 
 def _rank(text: str, size: int, name: str) -> int:

@@ -15,7 +15,7 @@ from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.distributed.division import Division, RankResources, divide
-from ondevice.distributed.hosts import Host, named_budget, read_hosts
+from ondevice.distributed.hosts import HostEntry, named_budget, read_hosts
 from ondevice.distributed.speed import measured_resources, usable_bytes
 from ondevice.errors import UnsupportedModelError, system_refusals
 from ondevice.model_config import WHOLE, cut_places
@@ -80,7 +80,7 @@ def plan_model(
         return bundle, plan_hosts(bundle, runtime, listed)
 
 
-def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[Host]) -> PlannedDivision:
+def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[HostEntry]) -> PlannedDivision:
     """Divide a model among hosts, rank 0 on this machine, without asking the others.
 
     bundle: whole. runtime: its budget is that of hosts without one of their own. Raises what `resolve` and
@@ -136,7 +136,7 @@ def settled_for(bundle: Bundle, runtime: RuntimeConfig, count: int, more_bytes: 
     return replace(resolved, runtime=settled)
 
 
-def _notes(hosts: Sequence[Host], budgets: Sequence[str]) -> tuple[str, ...]:
+def _notes(hosts: Sequence[HostEntry], budgets: Sequence[str]) -> tuple[str, ...]:
     """What the figures rest on."""
     if len(hosts) == 1:
         return ()

@@ -18,7 +18,7 @@ import numpy as np
 from ondevice.backends.base import Backend, Block, KVLayout
 from ondevice.backends.kv_arrays import KVArrays
 from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
-from ondevice.distributed.messages import Change, Message, Part, PassMessage, pack, unpack
+from ondevice.distributed.messages import Change, Message, PassMessage, SequenceTokens, pack, unpack
 from ondevice.distributed.mirrored_state import ChangeLog, MirroredState
 from ondevice.distributed.transport import Transport
 from ondevice.errors import BudgetError, RankError
@@ -92,7 +92,7 @@ class RemoteLayers:
                 raise RankError("only a pruning rule can be applied on another rank")
             rule = forward.prune.rule
         self._require_ring()
-        parts = tuple(Part(_mirrored(kv).number, kv.length, batch) for batch, kv in forward.parts)
+        parts = tuple(SequenceTokens(_mirrored(kv).number, kv.length, batch) for batch, kv in forward.parts)
         passed = PassMessage(parts, in_host_memory(state, backend), forward.taps, rule, forward.branches)
         with self._exchange():
             self._transport.send(*pack(Message("pass", self._log.take(), passed)))

@@ -31,7 +31,7 @@ from ondevice.units import memory_rooms, parse_budget, trim_heap
 WARM_UP_PASSES = 3
 """Passes that aren't timed: they read the layer, and let libraries load."""
 TIMED_PASSES = 20
-MOST_SECONDS = 0.5
+MAX_SECONDS = 0.5
 """Seconds after which no timed pass begins."""
 
 
@@ -118,7 +118,7 @@ def _pass_seconds(model: Transformer, kv: SequenceState) -> float:
     times: list[float] = []
     begun = time.perf_counter()
     while len(times) < WARM_UP_PASSES + TIMED_PASSES:
-        if len(times) > WARM_UP_PASSES and time.perf_counter() - begun > MOST_SECONDS:
+        if len(times) > WARM_UP_PASSES and time.perf_counter() - begun > MAX_SECONDS:
             break
         copies = [backend.load_vector(x).reshape(1, -1) for _ in range(config.residual_copies)]
         inputs = backend.load_vector(row).reshape(1, -1) if config.per_layer_width else None

@@ -34,7 +34,7 @@ from ondevice.distributed.control import (
     Message,
     Ready,
 )
-from ondevice.distributed.place import CHILD, EnginePlace, Place
+from ondevice.distributed.place import CHILD, EnginePlace, RankPlace
 from ondevice.errors import OndeviceError, RankError
 
 JOIN_SECONDS = 25.0
@@ -83,7 +83,9 @@ class EndedError(Exception):
         self.code, self.failure = code, failure
 
 
-def supervise(place: Place, listener: socket.socket | None = None, launcher: Launcher | None = None) -> int:
+def supervise(
+    place: RankPlace, listener: socket.socket | None = None, launcher: Launcher | None = None
+) -> int:
     """Run this process's command as a rank's engine, in a child process. Returns the exit code.
 
     listener: of rank 0, where the others connect; by default it is opened at the place's address.
@@ -127,7 +129,7 @@ def say(message: str) -> None:
 class Supervisor:
     """One rank's. `gather` or `connect`, then `watch` until it raises EndedError, then `end`."""
 
-    def __init__(self, place: Place, launcher: Launcher | None) -> None:
+    def __init__(self, place: RankPlace, launcher: Launcher | None) -> None:
         self.place, self.launcher = place, launcher
         self.version = version("ondevice")
         self.links: dict[int, Link] = {}
@@ -484,7 +486,7 @@ def _terminal_settings() -> Callable[[], None]:
     return restore
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(place: RankPlace) -> socket.socket:
     try:
         return socket.create_server(place.control)
     except OSError as error:

@@ -17,7 +17,7 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import BackendName
 from ondevice.doctor import generation, machine, storage
 from ondevice.doctor.check import Check as Check
-from ondevice.doctor.check import Report as Report
+from ondevice.doctor.check import DoctorReport as DoctorReport
 from ondevice.doctor.check import attempt
 from ondevice.errors import OndeviceError
 from ondevice.settings import settings_path
@@ -27,7 +27,7 @@ Step = tuple[str, Callable[[], Check]]
 
 def examine(
     model: str | os.PathLike[str] | None = None, *, on_progress: OnProgress = ignore_progress
-) -> Report:
+) -> DoctorReport:
     """Examine this machine and this installation, in a few seconds, and report what is wrong with them.
 
     model: a path, a name or an alias of a bundle to examine as well; the device it lies on is measured.
@@ -39,7 +39,7 @@ def examine(
         on_progress(index / len(steps), name)
         checks.append(attempt(name, step))
     on_progress(1.0, "done")
-    return Report(tuple(checks), time.monotonic() - begun)
+    return DoctorReport(tuple(checks), time.monotonic() - begun)
 
 
 def backends() -> tuple[BackendName, ...]:

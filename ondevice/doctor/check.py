@@ -1,4 +1,4 @@
-"""Results of an examination: a `Check` per thing examined, and the `Report` of all checks.
+"""Results of an examination: a `Check` per thing examined, and the `DoctorReport` of all checks.
 
 This module knows nothing of machines and models, and prints nothing.
 """
@@ -30,7 +30,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All checks, in the order they were made, and the time they took."""
 
     checks: tuple[Check, ...]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RECORDED = "recorded_tokens.json"
 RECORDED_VERSION = 1
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 CONTEXT = 128
 """Tokens of context while a model is tested: few, to take little memory."""
 GENERATION_SECONDS = 8.0
@@ -68,9 +68,9 @@ def read_recorded(folder: Path) -> Recorded:
         raise BundleError(f"{RECORDED} was recorded with another model than {folder} holds; record it anew")
     recorded = Recorded(
         section.text("message", 1000),
-        section.integers("prompt", MOST_TOKENS, 0, 1 << 30),
-        section.integers("tokens", MOST_TOKENS, 0, 1 << 30),
-        section.numbers("margins", MOST_TOKENS, 0.0, 1e6),
+        section.integers("prompt", MAX_TOKENS, 0, 1 << 30),
+        section.integers("tokens", MAX_TOKENS, 0, 1 << 30),
+        section.numbers("margins", MAX_TOKENS, 0.0, 1e6),
     )
     section.close()
     if not recorded.tokens or len(recorded.tokens) != len(recorded.margins):

@@ -41,13 +41,13 @@ from ondevice.units import format_bytes
 
 OFF: Final = "off"
 ALL_TASKS = "all"
-LEAST_TOKENS = 2
+MIN_TOKENS = 2
 """Fewest tokens of a text. The first comes with the prompt's pass, so one token has no decode pass."""
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class _Text:
+class _MeasuredText:
     """One drafter's continuation of one prompt.
 
     decoded: tokens that the decode passes gave. passes, seconds, flash_bytes: of the decode passes.
@@ -219,10 +219,10 @@ def compare_drafters(
     tokenizer, ContextOverflowError for a prompt that is too long, BackendUnavailableError where drafts could
     change texts, and BudgetError if not even plain decoding fits. Raises what `load` and a generation raise.
     """
-    if sampling.max_tokens < LEAST_TOKENS:
+    if sampling.max_tokens < MIN_TOKENS:
         raise UsageError(
             f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
-            f"{LEAST_TOKENS} or more"
+            f"{MIN_TOKENS} or more"
         )
     # All share one seed; otherwise texts couldn't be equal.
     sampling = sampling.seeded()
@@ -319,13 +319,13 @@ def _measured(
     prompts: Mapping[str, Sequence[Sequence[int]]],
     sampling: SamplingConfig,
     on_progress: OnProgress,
-) -> dict[str, list[dict[str, _Text]]]:
+) -> dict[str, list[dict[str, _MeasuredText]]]:
     """For each task, one dictionary per prompt with its texts by drafter."""
     warm_up = benchmark_prompt(WARM_UP_TOKENS, next(iter(arms.values())).bundle.config.vocab_size)
     for arm in arms.values():
         switch.draft_as(arm)
         _continued(switch.engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
-    by_task: dict[str, list[dict[str, _Text]]] = {}
+    by_task: dict[str, list[dict[str, _MeasuredText]]] = {}
     # Tasks take turns, so that a machine that slows down affects all of them.
     longest = max(map(len, prompts.values()))
     queue = [(task, index) for index in range(longest) for task in prompts if index < len(prompts[task])]
@@ -340,7 +340,7 @@ def _measured(
     return {task: by_task[task] for task in prompts}
 
 
-def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) -> _Text:
+def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) -> _MeasuredText:
     tokens: list[int] = []
     before = None
     for event in engine.generate(None, prompt, sampling, never_cancelled):
@@ -351,7 +351,7 @@ def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) 
     assert before is not None
     assert event.stats is not None
     stats = event.stats
-    return _Text(
+    return _MeasuredText(
         tokens=tuple(tokens),
         finish_reason=event.finish_reason,
         decoded=round(stats.accepted_tokens_per_pass * stats.decode_passes),
@@ -362,11 +362,13 @@ def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) 
     )
 
 
-def _with_all(by_task: dict[str, list[dict[str, _Text]]]) -> dict[str, list[dict[str, _Text]]]:
+def _with_all(
+    by_task: dict[str, list[dict[str, _MeasuredText]]],
+) -> dict[str, list[dict[str, _MeasuredText]]]:
     return by_task | {ALL_TASKS: [texts for of_task in by_task.values() for texts in of_task]}
 
 
-def _row(task: str, drafter: str, texts: Sequence[Mapping[str, _Text]]) -> DrafterRow:
+def _row(task: str, drafter: str, texts: Sequence[Mapping[str, _MeasuredText]]) -> DrafterRow:
     of_drafter = [of_prompt[drafter] for of_prompt in texts]
     pairs = [(of_prompt[OFF], of_prompt[drafter]) for of_prompt in texts if drafter != OFF]
     return DrafterRow(
@@ -382,7 +384,7 @@ def _row(task: str, drafter: str, texts: Sequence[Mapping[str, _Text]]) -> Draft
     )
 
 
-def _changed(by_task: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed]:
+def _changed(by_task: Mapping[str, Sequence[Mapping[str, _MeasuredText]]]) -> list[Changed]:
     return [
         Changed(task, index, name)
         for task, of_task in by_task.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MOST_PROMPTS = 8
+MAX_PROMPTS = 8
 """Default for the most prompts of one task."""
 
 

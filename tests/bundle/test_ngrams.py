@@ -27,7 +27,7 @@ from ondevice.bundle.ngrams import (
     ngrams_text,
 )
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.training.ngrams import Rows, pruned, train_ngrams
+from ondevice.converters.training.ngrams import WindowRows, pruned, train_ngrams
 from ondevice.errors import BundleError, FlashReadError, UnsupportedModelError, UsageError
 from ondevice.kernels import _native
 from ondevice.speculation.datastore import Datastore
@@ -142,7 +142,7 @@ def test_rows_of_a_frequent_context_keep_its_counts() -> None:
     tokens[:, 0] = 5
     tokens = np.unique(tokens, axis=0)
     counts = source.integers(1, 9, len(tokens))
-    kept = pruned(Rows(tokens, counts), 1, 200)
+    kept = pruned(WindowRows(tokens, counts), 1, 200)
     assert 20 < len(kept.tokens) <= 200
     assert kept.counts.sum() == counts.sum()
     whole = Counter(dict.fromkeys(set(tokens[:, 1].tolist()), 0))

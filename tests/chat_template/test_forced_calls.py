@@ -23,8 +23,8 @@ from ondevice.chat_template.replies import MarkedReply, ReplyParser
 from ondevice.chat_template.tools import Tool
 from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.constraint import Constraint
-from ondevice.constraints.digits import MOST_DIGITS
-from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.constraints.digits import DEFAULT_DIGITS
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary
 from ondevice.errors import ConstraintError
 from tests.support.paths import SHARED_DATA
 
@@ -70,7 +70,7 @@ GIVEN = {tool.name: tool for tool in TOOLS}
 def walk(constraint: Constraint, special: Mapping[str, int], seed: int, most: int | None = None) -> list[int]:
     """Tokens of a random text that obeys: mostly marks and quotes, so that it ends and is hard to read."""
     chance, found = random.Random(seed), []
-    vocabulary = Vocabulary(TOKENS, special, (EOS,), lambda text: list(text.encode()))
+    vocabulary = GrammarVocabulary(TOKENS, special, (EOS,), lambda text: list(text.encode()))
     matcher = Grammars(vocabulary).matcher(constraint)
     while not matcher.is_stopped() and (most is None or len(found) < most):
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -135,7 +135,7 @@ def test_what_a_format_writes_its_grammar_allows(form: Any) -> None:
     calls = [("weather", days | {"point": point} | last), ("now", {})]
     for written, parallel in ((calls, True), (calls, False), (calls[:1], False)):
         constraint = forced_call(form, TOOLS, {}, parallel)
-        matcher = Grammars(Vocabulary(TOKENS, {}, (EOS,), lambda text: list(text.encode()))).matcher(
+        matcher = Grammars(GrammarVocabulary(TOKENS, {}, (EOS,), lambda text: list(text.encode()))).matcher(
             constraint
         )
         text = list(form.write(written).encode())
@@ -262,7 +262,7 @@ def test_schemas_of_others_have_rules_or_are_refused(form: str, most_refused: in
 
 def nines(constraint: Constraint) -> int:
     """Digits of the number in a text that obeys, of a model that writes 9 wherever it may."""
-    vocabulary = Vocabulary(TOKENS, SPECIAL, (EOS,), lambda text: list(text.encode()))
+    vocabulary = GrammarVocabulary(TOKENS, SPECIAL, (EOS,), lambda text: list(text.encode()))
     grammars = Grammars(vocabulary)
     digits = grammars.digit_bound(constraint)
     text = Constrained(grammars.matcher(constraint), len(TOKENS), frozenset({EOS}), digits=digits)
@@ -277,7 +277,8 @@ def nines(constraint: Constraint) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("hermes", MOST_DIGITS), ("mistral", MOST_DIGITS), ("kimi", MOST_DIGITS), ("glm", 450)]
+    ("name", "most"),
+    [("hermes", DEFAULT_DIGITS), ("mistral", DEFAULT_DIGITS), ("kimi", DEFAULT_DIGITS), ("glm", 450)],
 )
 def test_numbers_in_calls_end(name: str, most: int) -> None:
     """But where texts stand bare among arguments, which may have as many digits as they like."""
@@ -291,5 +292,5 @@ def test_numbers_in_calls_end(name: str, most: int) -> None:
         nines(forced_call(BY_NAME[name], counting(), SPECIAL, False)),
         nines(call_or_json(BY_NAME[name], counting(), SPECIAL, False, either)),
     ]
-    assert found == [most] * 2 if most == MOST_DIGITS else min(found) > most
+    assert found == [most] * 2 if most == DEFAULT_DIGITS else min(found) > most
     assert nines(forced_call(BY_NAME[name], counting(maximum=10**30), SPECIAL, False)) == 30

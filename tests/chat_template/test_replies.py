@@ -15,8 +15,8 @@ from ondevice.chat_template.replies import (
     MAX_CALL_CHARS,
     MAX_HELD_SPACES,
     MarkedReply,
-    Piece,
     PlainReply,
+    ReplyPiece,
 )
 from ondevice.chat_template.tools import MAX_CALLS, Tool, json_text
 
@@ -226,14 +226,14 @@ TEXTS: list[tuple[str, str]] = [
 
 def read(parser: Any, parts: list[str]) -> tuple[str, str, list[Any]]:
     """Thinking, the reply and the calls of a text that comes in parts."""
-    pieces: list[Piece] = [piece for part in parts for piece in parser.take(1, part)] + parser.finish()
+    pieces: list[ReplyPiece] = [piece for part in parts for piece in parser.take(1, part)] + parser.finish()
     check_streamed(pieces)
     thought = "".join(piece.text for piece in pieces if piece.kind == "thinking")
     said = "".join(piece.text for piece in pieces if piece.kind == "reply")
     return thought, said, [piece.call for piece in pieces if piece.call is not None]
 
 
-def check_streamed(pieces: list[Piece]) -> None:
+def check_streamed(pieces: list[ReplyPiece]) -> None:
     """What is told of a call while it is written is that call; what breaks off comes as text instead."""
     name, told = "", ""
     for piece in pieces:
@@ -313,17 +313,17 @@ def test_marks_may_be_special_tokens_without_text() -> None:
     )
     said = [(7, ""), (1, "thought\nHm"), (8, ""), (1, "Hi")]
     assert [piece for token, text in said for piece in gemma.take(token, text)] == [
-        Piece("thinking", "Hm"),
-        Piece("reply", "Hi"),
+        ReplyPiece("thinking", "Hm"),
+        ReplyPiece("reply", "Hi"),
     ]
     made = MarkedReply(THINK, False, BY_NAME["mistral-args"], TOOLS, special)
     said = [(7, ""), (1, "Hm"), (8, ""), (11, ""), (9, ""), (1, "now"), (10, ""), (1, "{}")]
     pieces = [piece for token, text in said for piece in made.take(token, text)] + made.finish()
     assert pieces == [
-        Piece("thinking", "Hm"),
-        Piece("reply", "", begins="now"),
-        Piece("reply", "", arguments="{}"),
-        Piece("reply", "", ("now", {})),
+        ReplyPiece("thinking", "Hm"),
+        ReplyPiece("reply", "", begins="now"),
+        ReplyPiece("reply", "", arguments="{}"),
+        ReplyPiece("reply", "", ("now", {})),
     ]
 
 
@@ -336,7 +336,7 @@ def test_what_is_held_back_is_bounded() -> None:
     made = parser("hermes")
     long = "<tool_call>" + "x" * MAX_CALL_CHARS
     assert made.take(1, long) == []
-    assert made.take(1, "x") == [Piece("reply", long + "x")]
+    assert made.take(1, "x") == [ReplyPiece("reply", long + "x")]
     many = f"<tool_call>{NOW}</tool_call>" * (MAX_CALLS + 5)
     assert len(read(parser("hermes"), [many])[2]) == MAX_CALLS
 
@@ -367,12 +367,12 @@ def test_a_call_that_breaks_off_is_text_behind_what_was_told_of_it() -> None:
     made = parser("hermes")
     begun = [*made.take(1, '<tool_call>{"name": "weather", "arguments": {"city": "Os'), *made.take(1, "lo")]
     assert begun == [
-        Piece("reply", "", begins="weather"),
-        Piece("reply", "", arguments='{"city": "Os'),
-        Piece("reply", "", arguments="lo"),
+        ReplyPiece("reply", "", begins="weather"),
+        ReplyPiece("reply", "", arguments='{"city": "Os'),
+        ReplyPiece("reply", "", arguments="lo"),
     ]
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo'
-    assert made.finish() == [Piece("reply", text)]
+    assert made.finish() == [ReplyPiece("reply", text)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import tokenizers
 
 from ondevice.chat_template import ChatTemplate, abilities
 from ondevice.chat_template.channels import CHANNEL, END, MESSAGE, START, Channels
-from ondevice.chat_template.replies import MarkedReply, Piece
+from ondevice.chat_template.replies import MarkedReply, ReplyPiece
 from ondevice.chat_template.tools import MAX_DEPTH, MAX_TOOLS, PromptOptions, Tool, ToolCall
 from ondevice.errors import UsageError
 from ondevice.session import Session
@@ -267,7 +267,7 @@ def test_thinking_that_led_to_calls_is_part_of_the_prompt(minimind: tuple[str, T
 # --- gpt-oss's channels ---
 
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm.{END}{START}assistant"
-CALLED = Piece("reply", "", ("weather", {"city": "Oslo"}))
+CALLED = ReplyPiece("reply", "", ("weather", {"city": "Oslo"}))
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ CALLED = Piece("reply", "", ("weather", {"city": "Oslo"}))
         (f'{THOUGHT} to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"city": "Oslo"}}', [CALLED]),
         (f' to=functions.weather{CHANNEL}commentary{MESSAGE}{{"city": "Oslo"}}{END}', [CALLED]),
         (f'{CHANNEL}commentary to=weather json{MESSAGE}{{"city": "Oslo"}}', [CALLED]),
-        (f"{CHANNEL}commentary to=functions.other{MESSAGE}{{}}", [Piece("reply", "{}")]),
-        (f"{CHANNEL}analysis to=python code{MESSAGE}print(1)", [Piece("reply", "print(1)")]),
-        (f"{CHANNEL}commentary to=functions.weather{MESSAGE}{{no", [Piece("reply", "{no")]),
-        (" to be", [Piece("reply", " to be")]),
-        ("to=", [Piece("reply", "to=")]),
+        (f"{CHANNEL}commentary to=functions.other{MESSAGE}{{}}", [ReplyPiece("reply", "{}")]),
+        (f"{CHANNEL}analysis to=python code{MESSAGE}print(1)", [ReplyPiece("reply", "print(1)")]),
+        (f"{CHANNEL}commentary to=functions.weather{MESSAGE}{{no", [ReplyPiece("reply", "{no")]),
+        (" to be", [ReplyPiece("reply", " to be")]),
+        ("to=", [ReplyPiece("reply", "to=")]),
     ],
 )
-def test_calls_on_channels(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:  # noqa: F811
+def test_calls_on_channels(tokenizer: Tokenizer, text: str, pieces: list[ReplyPiece]) -> None:  # noqa: F811
     parser = Channels(tokenizer.special_tokens, {"weather": WEATHER})
     found = [it for token, said in spoken(tokenizer, text) for it in parser.take(token, said)]
     found = [it for it in [*found, *parser.finish()] if it.kind != "thinking"]

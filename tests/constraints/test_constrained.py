@@ -22,7 +22,7 @@ from ondevice.chat_template.channels import Channels
 from ondevice.config import SamplingConfig, Speculation
 from ondevice.constraints import constrained, grammars
 from ondevice.constraints.constrained import Constrained
-from ondevice.constraints.grammars import Grammars, Vocabulary, grammars_bytes
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary, grammars_bytes
 from ondevice.errors import BudgetError
 from ondevice.speculation.tree import Proposals
 from tests.runtime.test_unverified_drafts import Job, run, text
@@ -194,9 +194,9 @@ class Marks:
     }
 
     @classmethod
-    def vocabulary(cls) -> Vocabulary:
+    def vocabulary(cls) -> GrammarVocabulary:
         texts = [bytes([byte]) for byte in range(256)] + [b""] * 6
-        return Vocabulary(texts, cls.special, (cls.eos,), lambda text: list(text.encode()))
+        return GrammarVocabulary(texts, cls.special, (cls.eos,), lambda text: list(text.encode()))
 
 
 def allowed(constrained: Constrained) -> set[int]:
@@ -341,7 +341,7 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
         chance, tokens, ends = random.Random(seed), [], frozenset({Marks.eos})
         beside = random.Random(-seed)
         matcher, own = grammars.matcher(hungry), partial(grammars.own_matcher, hungry)
-        text = Constrained(matcher, grammars.vocab_size, ends, own=own)
+        text = Constrained(matcher, grammars.vocab_size, ends, unshared=own)
         try:
             while True:
                 catch_up(text)

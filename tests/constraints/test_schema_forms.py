@@ -14,9 +14,9 @@ pytest.importorskip("llguidance")
 from ondevice import Constraint, ConstraintError
 from ondevice.chat_template.forced_calls import json_rule
 from ondevice.constraints.constrained import Constrained
-from ondevice.constraints.digits import MOST_DIGITS, DigitBound, NumberTokens
+from ondevice.constraints.digits import DEFAULT_DIGITS, DigitBound, NumberTokens
 from ondevice.constraints.endless import MAX_VISITS
-from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -31,7 +31,7 @@ TWICE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "re
 @cache
 def grammars() -> Grammars:
     """Of a token for each byte, one that ends texts, and some of several digits."""
-    return Grammars(Vocabulary(TOKENS, {}, (EOS,), lambda text: list(text.encode())))
+    return Grammars(GrammarVocabulary(TOKENS, {}, (EOS,), lambda text: list(text.encode())))
 
 
 def following(schema: Any) -> Constrained:
@@ -86,7 +86,7 @@ def test_integers_above_2_53_are_exact_in_consts_and_enums(number: int) -> None:
 @pytest.mark.parametrize("number", LARGE)
 @pytest.mark.parametrize("bound", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 def test_integers_above_2_53_are_exact_in_bounds(bound: str, number: int) -> None:
-    schema, most = {"type": "integer", bound: number}, max(MOST_DIGITS, len(str(abs(number))))
+    schema, most = {"type": "integer", bound: number}, max(DEFAULT_DIGITS, len(str(abs(number))))
     for other in near():
         digits = len(str(abs(other)))
         if digits <= most:
@@ -195,7 +195,7 @@ def test_a_schema_that_names_a_longer_number_has_as_many_digits() -> None:
     assert not accepts(schema, str(10 * least))
     # What has to go on does: a multiple of 7 ends where it is one.
     text = following({"type": "integer", "multipleOf": 7})
-    for byte in b"1" * MOST_DIGITS:
+    for byte in b"1" * DEFAULT_DIGITS:
         text.take(byte, chr(byte))
     assert not text.allowed()[EOS]
     assert text.allowed()[ord("1")]
@@ -216,7 +216,7 @@ def test_tokens_of_several_digits_end_at_the_bound() -> None:
                 mask = bound.bounded(_all_of(len(TOKENS)))
                 if run.count(b".") <= 1 and not TOKENS[token].startswith(b", "):
                     zeros = len(run.replace(b".", b"")) - len(digits)
-                    fits = len(digits) <= MOST_DIGITS and zeros <= MOST_DIGITS + 1
+                    fits = len(digits) <= DEFAULT_DIGITS and zeros <= DEFAULT_DIGITS + 1
                     assert bool(mask[token]) == fits, (said, TOKENS[token])
                 if not mask[token]:
                     continue

@@ -147,10 +147,10 @@ def test_quantised_experts_are_decoded_and_codes_kept(source: Path, tmp_path: Pa
             assert own.code_bits == (own.code_format.bits if own.code_format else 0)
             if own.code_format is None:
                 continue
-            codes = own.quantised_rows(7, 50, own.code_format)
+            codes = own.quantized_rows(7, 50, own.code_format)
             assert codes is not None
             assert np.array_equal(dequantize(codes, own.code_format, 64), values[7:50])
-            assert own.quantised_rows(7, 50, RowFormat(4, 64)) is None
+            assert own.quantized_rows(7, 50, RowFormat(4, 64)) is None
 
 
 FORMATS = {

@@ -434,7 +434,7 @@ def test_codes_of_columns_in_another_order_are_copied(tmp_path: Path, kind: str)
     with closing(open_checkpoint(path)) as checkpoint:
         tensor = checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"]
         assert isinstance(tensor, ColumnsOf)
-        found, exact = tensor.quantised_rows(3, 9, stored), tensor.rows(3, 9)
+        found, exact = tensor.quantized_rows(3, 9, stored), tensor.rows(3, 9)
         assert np.array_equal(tensor.columns(40, 130), tensor.rows(0, 64)[:, 40:130])
     assert found is not None
     if kind == "Q8_0":

@@ -133,7 +133,7 @@ def correlated(count: int, tokens: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("block", [4096, 64])
 def test_each_matrix_is_off_by_less_on_other_inputs(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where not all inputs feed back to each other."""
-    monkeypatch.setattr(feedback, "MOST_INPUTS", block)
+    monkeypatch.setattr(feedback, "MAX_INPUTS", block)
     runner, inputs, other = _native.Runner(2), Inputs(), correlated(150, 400, 8)
     for seed in (5, 6):
         inputs.add(correlated(150, 300, seed))
@@ -237,7 +237,7 @@ def test_codes_of_the_checkpoint_and_other_bits_are_left_alone(
 ) -> None:
     checkpoint = open_checkpoint(source)
     kept = checkpoint.tensors[names.LayerNames(0).projection("q")]
-    monkeypatch.setattr(type(kept), "quantised_rows", lambda self, *_: self.name == kept.name or None)
+    monkeypatch.setattr(type(kept), "quantized_rows", lambda self, *_: self.name == kept.name or None)
     mixed = QuantConfig(4, (("qkv", RowFormat(6)), ("out", RowFormat(8)), ("feed_forward", RowFormat(4, 32))))
     found = layers.LayerRounding(checkpoint, mixed, PIECES, _native.Runner(1), lambda step: None).layer(0)
     assert kept.name not in found
@@ -253,7 +253,7 @@ def test_the_text_is_cut_to_bounded_memory(source: Path) -> None:
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
     checkpoint.close()
-    assert layers.most_tokens(config) == layers.MOST_TOKENS
+    assert layers.most_tokens(config) == layers.MAX_ROUNDING_TOKENS
     wide = replace(config, hidden_size=8192, intermediate_size=28672)
     assert layers.most_tokens(wide) * (2 * (2 * 8192 + 64 + 28672) + 4 * 8192) <= layers.INPUT_BYTES
 

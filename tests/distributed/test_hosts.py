@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.distributed.hosts import MAX_FILE_BYTES, Host, HostFile, read_host_file, read_hosts
+from ondevice.distributed.hosts import MAX_FILE_BYTES, HostEntry, HostFile, read_host_file, read_hosts
 from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import UsageError
 
@@ -22,7 +22,7 @@ def written(folder: Path, value: object) -> Path:
 
 
 def test_both_of_the_formats_that_mlx_takes(tmp_path: Path) -> None:
-    hosts = (Host("one.local", ("10.0.0.1", "10.1.0.1"), "4GB"), Host("me@10.0.0.2", ("10.0.0.2",)))
+    hosts = (HostEntry("one.local", ("10.0.0.1", "10.1.0.1"), "4GB"), HostEntry("me@10.0.0.2", ("10.0.0.2",)))
     assert read_hosts(written(tmp_path, [ONE, TWO])) == hosts
     whole = {"backend": "ring", "envs": ["MLX_A=b c"], "hosts": [ONE, TWO]}
     assert read_host_file(written(tmp_path, whole)) == HostFile(hosts, ("MLX_A=b c",))

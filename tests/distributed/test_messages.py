@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
-from ondevice.distributed.messages import Change, Message, Part, PassMessage, pack, unpack
+from ondevice.distributed.messages import Change, Message, PassMessage, SequenceTokens, pack, unpack
 from ondevice.errors import RankError
 from ondevice.model.layer_range import PassState
 from ondevice.model.stream_pruning import PrunedDraft, PruningRule
@@ -43,13 +43,13 @@ MESSAGES = {
     "tree": Message(
         "pass",
         CHANGES,
-        PassMessage((Part(3, 12, TREE),), PassState([rows(4)], tapped=(rows(4),)), (0, 5), RULE),
+        PassMessage((SequenceTokens(3, 12, TREE),), PassState([rows(4)], tapped=(rows(4),)), (0, 5), RULE),
     ),
     "pruned": Message(
         "pass",
         (),
         PassMessage(
-            (Part(3, 12, TREE),),
+            (SequenceTokens(3, 12, TREE),),
             PassState([rows(5)], None, PrunedDraft((0, 1, 3), (1,)), rows(6), (rows(3),)),
             (2, 3),
         ),
@@ -57,13 +57,16 @@ MESSAGES = {
     "texts": Message(
         "pass",
         (),
-        PassMessage((Part(0, 3, ForwardBatch([5, 6])), Part(1, 0, ForwardBatch([9]))), PassState([rows(3)])),
+        PassMessage(
+            (SequenceTokens(0, 3, ForwardBatch([5, 6])), SequenceTokens(1, 0, ForwardBatch([9]))),
+            PassState([rows(3)]),
+        ),
     ),
     "prompt": Message(
         "pass",
         (),
         PassMessage(
-            (Part(0, 0, ForwardBatch([5, 6], last_only=True, silent=True)),),
+            (SequenceTokens(0, 0, ForwardBatch([5, 6], last_only=True, silent=True)),),
             PassState([rows(2)], branches=rows(2)),
             (),
             None,
@@ -74,7 +77,8 @@ MESSAGES = {
         "pass",
         (),
         PassMessage(
-            (Part(0, 9, ForwardBatch((), stream_rows=STREAMS, resident_only=True)),), PassState([rows(2)])
+            (SequenceTokens(0, 9, ForwardBatch((), stream_rows=STREAMS, resident_only=True)),),
+            PassState([rows(2)]),
         ),
     ),
     "result": Message("result", (), None, PassState([rows(1)], tapped=(rows(3),))),
@@ -188,7 +192,7 @@ def test_arrays_that_the_model_can_not_have(change: Callable[[list[Any]], Any]) 
 
 def test_states_that_earlier_ranks_must_have_added() -> None:
     """Rows of tapped states and of streams are compared where they come in, not where rank 0 reads them."""
-    parts, streams = (Part(3, 12, TREE),), PrunedDraft((0, 1, 3), (1,))
+    parts, streams = (SequenceTokens(3, 12, TREE),), PrunedDraft((0, 1, 3), (1,))
     false = [
         (False, PassMessage(parts, PassState([rows(4)], tapped=(rows(3),)), (0,))),
         (False, PassMessage(parts, PassState([rows(5)], None, streams, rows(6)))),

@@ -12,7 +12,7 @@ import pytest
 from ondevice.budget import claims
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.distributed.place import CONTROL, EnginePlace, Place, checked_ring, find_place
+from ondevice.distributed.place import CONTROL, EnginePlace, RankPlace, checked_ring, find_place
 from ondevice.distributed.speed import measured_resources, usable_bytes
 from ondevice.errors import RankError, UsageError
 from ondevice.runtime.resolving import resolve
@@ -23,7 +23,7 @@ def test_a_place_in_the_ring_of_mlx_launch(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
     file.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.2:5001"]]))
     found = find_place({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)})
-    assert found == Place(1, 2, ("10.0.0.1", 5002), "", (("10.0.0.1:5000",), ("10.0.0.2:5001",)))
+    assert found == RankPlace(1, 2, ("10.0.0.1", 5002), "", (("10.0.0.1:5000",), ("10.0.0.2:5001",)))
 
 
 def test_an_engine_reads_what_its_supervisor_told() -> None:

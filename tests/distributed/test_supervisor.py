@@ -22,7 +22,7 @@ import pytest
 
 from ondevice.distributed import supervisor
 from ondevice.distributed.control import Hello
-from ondevice.distributed.place import Place
+from ondevice.distributed.place import RankPlace
 from ondevice.distributed.supervisor import ENGINE_STOP_SECONDS, EndedError, Supervisor
 from ondevice.errors import RankError
 from ondevice.serve import config as serve_config
@@ -168,7 +168,7 @@ def gathering(size: int) -> Iterator[tuple[str, int]]:
     """Rank 0's supervisor waits for the others. Its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address: tuple[str, int] = listener.getsockname()
-    gatherer = Supervisor(Place(0, size, address), None)
+    gatherer = Supervisor(RankPlace(0, size, address), None)
     thread = threading.Thread(target=lambda: _gather(gatherer, listener))
     thread.start()
     try:

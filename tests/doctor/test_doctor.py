@@ -18,7 +18,7 @@ import pytest
 import ondevice as package
 from ondevice import doctor
 from ondevice.doctor import machine, storage
-from ondevice.doctor.check import Check, Report, attempt
+from ondevice.doctor.check import Check, DoctorReport, attempt
 from ondevice.doctor.rates import multiply_rate
 from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError, UsageError
 from ondevice.kernels import _native
@@ -113,7 +113,7 @@ def test_text_and_exit_codes(
     ondevice: Run, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...], code: int, last: str
 ) -> None:
     asked: list[Any] = []
-    report = Report(checks, 1.5)
+    report = DoctorReport(checks, 1.5)
     monkeypatch.setattr(doctor, "examine", lambda model, on_progress: asked.append(model) or report)
     shown = ondevice("doctor", "--model", "a-name")
     assert (shown.code, asked) == (code, ["a-name"])

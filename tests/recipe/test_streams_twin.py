@@ -23,7 +23,7 @@ from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
 from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
 from ondevice.bundle.streams import MultiStreams as MultiStreamFacts  # noqa: E402
-from ondevice.converters.training.streams.loss import Window, load_top, stream_loss  # noqa: E402
+from ondevice.converters.training.streams.loss import TrainingWindow, load_top, stream_loss  # noqa: E402
 from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
 from ondevice.model.sequence_state import SequenceState  # noqa: E402
@@ -169,7 +169,7 @@ def test_losses_and_their_gradients_are_those_of_the_recipe(
     width, rank = bundle.config.hidden_size, facts.pruning_rank
     for side, shape in (("down", (rank, width)), ("up", (width, rank))):
         arrays[f"pruning.{side}"] = mx.array(rng.standard_normal(shape).astype(np.float32) / shape[1] ** 0.5)
-    window = Window(LONGER, entering(model, LONGER))
+    window = TrainingWindow(LONGER, entering(model, LONGER))
     top = load_top(bundle, facts.first_layer)
     loss, found = mx.value_and_grad(stream_loss)(arrays, facts, top, window, RUN, resident_tokens)
 

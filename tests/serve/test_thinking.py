@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from ondevice.chat_template.replies import Kind, Piece
+from ondevice.chat_template.replies import Kind, ReplyPiece
 from tests.support.serving import Serving
 
 THOUGHT = 5
@@ -31,11 +31,11 @@ class ThinksFirst:
     def kind(self) -> Kind:
         return "thinking" if 1 <= self._taken <= THOUGHT else "reply"
 
-    def take(self, token: int | None, text: str) -> list[Piece]:
+    def take(self, token: int | None, text: str) -> list[ReplyPiece]:
         self._taken += 1
-        return [Piece(self.kind, text)]
+        return [ReplyPiece(self.kind, text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ReplyPiece]:
         return []
 
 

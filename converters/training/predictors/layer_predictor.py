@@ -65,7 +65,7 @@ class PredictorTraining:
 
 
 @dataclass(frozen=True)
-class OperatingPoint:
+class LayerPoint:
     """Measured rates of selecting every neuron with a score above `threshold`. All rates are shares.
 
     recall: the target. false_negatives: missed neurons per neuron that fires. false_positives: selected
@@ -98,7 +98,7 @@ class LayerPredictor:
     down: Float32
     up: Float32
     bias: Float32
-    points: tuple[OperatingPoint, ...] = ()
+    points: tuple[LayerPoint, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -109,7 +109,7 @@ class LayerPredictor:
         hidden: Float32 = np.asarray(inputs, dtype=np.float32) @ self.down.T
         return hidden @ self.up.T + self.bias
 
-    def point(self, recall: float) -> OperatingPoint:
+    def point(self, recall: float) -> LayerPoint:
         """The operating point of a recall target. Raises UsageError if there is none."""
         for point in self.points:
             if point.recall == recall:

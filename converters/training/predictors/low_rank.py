@@ -37,9 +37,9 @@ OVERSAMPLE, POWER_ITERATIONS = 16, 4
 # At this scale the logistic function is nearest to the normal distribution function.
 LOGIT_OF_PROBIT = 1.702
 HELD_BACK_BLOCK = 128
-LEAST_BLOCKS = 16
+MIN_BLOCKS = 16
 """Fewest blocks held back: half of them have to show by how much blocks differ."""
-MOST_HELD_BACK = 4096
+MAX_HELD_BACK = 4096
 """Most samples held back: the scores of all may be in memory while thresholds are set."""
 
 
@@ -106,11 +106,11 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
     block of every 1 / `held_back` or more is drawn at random, so that no place in a text's pieces is
     preferred. Drawn blocks calibrate and measure in turn. Raises UsageError if there are too few samples.
     """
-    every = max(round(1 / config.held_back), -(-samples // MOST_HELD_BACK))
-    if samples < LEAST_BLOCKS * every:
-        least = LEAST_BLOCKS * every
+    every = max(round(1 / config.held_back), -(-samples // MAX_HELD_BACK))
+    if samples < MIN_BLOCKS * every:
+        least = MIN_BLOCKS * every
         raise UsageError(f"{samples} samples are too few to fit a predictor; give it {least} or more")
-    block = min(HELD_BACK_BLOCK, samples // (LEAST_BLOCKS * every))
+    block = min(HELD_BACK_BLOCK, samples // (MIN_BLOCKS * every))
     ids = np.arange(samples, dtype=np.int64)
     group, place = np.divmod(ids // block, every)
     drawn = np.random.default_rng(0).integers(every, size=group[-1] + 1)

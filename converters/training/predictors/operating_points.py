@@ -26,7 +26,7 @@ from ondevice.converters.training.predictors.layer_predictor import (
     Fired,
     Float32,
     Ids,
-    OperatingPoint,
+    LayerPoint,
     Samples,
     bits,
     in_pieces,
@@ -96,7 +96,7 @@ def measure(
     ids: Ids,
     neurons: int,
     wanted: Sequence[tuple[float, float]],
-) -> tuple[OperatingPoint, ...]:
+) -> tuple[LayerPoint, ...]:
     """The operating points of thresholds, measured on the samples `ids`, a piece at a time.
 
     Args:
@@ -117,7 +117,7 @@ def measure(
             hits[index] += int(np.count_nonzero(selected & y))
     values = len(ids) * neurons
     return tuple(
-        OperatingPoint(
+        LayerPoint(
             recall=recall,
             threshold=threshold,
             false_negatives=(active - hit) / max(1, active),

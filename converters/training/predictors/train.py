@@ -42,12 +42,12 @@ from ondevice.converters.training.predictors.arrays import Arrays, TrainingBacke
 from ondevice.converters.training.predictors.layer_predictor import (
     RECALLS,
     Fired,
+    LayerPoint,
     LayerPredictor,
     PredictorTraining,
     Samples,
     bits,
 )
-from ondevice.converters.training.predictors.layer_predictor import OperatingPoint as MeasuredPoint
 from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
 from ondevice.converters.training.sidecars import (
@@ -65,7 +65,7 @@ from ondevice.units import usable_cores
 
 SCORED_TOKENS = 256
 """Tokens whose scores are computed together."""
-MOST_OF_GATE = 0.5
+MAX_SHARE_OF_GATE = 0.5
 """Largest bytes of a predictor, as a share of those of the gates it stands for: more saves too little."""
 
 
@@ -102,7 +102,7 @@ class StoredPredictor:
     down: QuantizedRows
     up: QuantizedRows
     bias: Float32
-    points: tuple[MeasuredPoint, ...]
+    points: tuple[LayerPoint, ...]
 
     @property
     def rank(self) -> int:
@@ -224,7 +224,7 @@ def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits:
 
     gate_bits: bits of the stored gate (neurons, width).
     """
-    most = MOST_OF_GATE * neurons * RowLayout(width, gate_bits).nbytes
+    most = MAX_SHARE_OF_GATE * neurons * RowLayout(width, gate_bits).nbytes
     down = RowLayout(width, options.bits).nbytes
     ranks = [
         rank for rank in options.ranks if rank * down + neurons * RowLayout(rank, options.bits).nbytes <= most
@@ -326,7 +326,7 @@ def stored_arrays(stored: Sequence[StoredPredictor]) -> Iterator[NDArray[np.gene
         yield layer.bias.astype("<f4")
 
 
-def _summed_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:
+def _summed_point(layers: Sequence[LayerPoint]) -> OperatingPoint:
     return OperatingPoint(
         recall=layers[0].recall,
         offsets=tuple(-float(layer.threshold) for layer in layers),

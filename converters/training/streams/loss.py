@@ -61,7 +61,7 @@ Parameters = Mapping[str, mx.array]
 
 
 @dataclass(frozen=True)
-class Window:
+class TrainingWindow:
     """A piece of text. tokens: (T,) ids. entering: (T, D) hidden states that enter the stream layers."""
 
     tokens: Sequence[int]
@@ -233,7 +233,7 @@ def stream_loss(
     parameters: Parameters,
     streams: MultiStreams,
     top: TopLayers,
-    window: Window,
+    window: TrainingWindow,
     run: range,
     resident_tokens: int = 0,
     resident_parts: int = 0,
@@ -267,7 +267,7 @@ def stream_loss(
     return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
 
 
-def right_draft_tokens(model: Transformer, window: Window) -> NDArray[np.bool_]:
+def right_draft_tokens(model: Transformer, window: TrainingWindow) -> NDArray[np.bool_]:
     """(T - S, S), true where a stream's likeliest token is the model's own likeliest token there.
 
     It covers all tokens but the last S. Every neuron is available.
@@ -295,7 +295,9 @@ def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
     return tuple(count / max(1, before) for before, count in pairwise(counts))
 
 
-def states(model: Transformer, window: Window, runs: Sequence[range], stop: int) -> tuple[mx.array, mx.array]:
+def states(
+    model: Transformer, window: TrainingWindow, runs: Sequence[range], stop: int
+) -> tuple[mx.array, mx.array]:
     """Last hidden states of the window's tokens before `stop`, (stop, D), and of `runs`' streams, (P, S, D).
 
     runs: ascending, none longer than `longest_run`.

@@ -10,7 +10,7 @@ from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MultiStr
 from ondevice.config import MAX_STREAMS, TRAIN_TOKENS
 from ondevice.errors import UsageError
 
-MOST_LAYERS = 8
+MAX_STREAM_LAYERS = 8
 
 
 RESIDENT_PARTS = 16

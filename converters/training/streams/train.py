@@ -41,7 +41,7 @@ from ondevice.converters.training.activations import record_entering
 from ondevice.converters.training.sidecars import check_streams_possible, held_out
 from ondevice.converters.training.streams.loss import (
     TopLayers,
-    Window,
+    TrainingWindow,
     acceptance,
     initial_parameters,
     load_top,
@@ -50,7 +50,7 @@ from ondevice.converters.training.streams.loss import (
     stream_loss,
 )
 from ondevice.converters.training.streams.options import (
-    MOST_LAYERS,
+    MAX_STREAM_LAYERS,
     RESIDENT_PARTS,
     MultiStreamOptions,
 )
@@ -61,9 +61,9 @@ from ondevice.model_config import ModelConfig
 
 WARM_UP_SHARE = 0.05
 """Share of the steps in which the learning rate rises, before it falls as a cosine."""
-MOST_GRADIENT = 1.0
+MAX_GRADIENT_NORM = 1.0
 """Largest norm of all gradients together; larger ones are clipped."""
-MOST_RESIDENT_TOKENS = RESIDENT_PARTS
+MAX_RESIDENT_TOKENS = RESIDENT_PARTS
 """Most last tokens whose neurons streams are trained with; without ReLU, as many parts of a layer."""
 METHOD = 2
 """Version of the training. It changes whenever the same arguments would come to other numbers."""
@@ -75,7 +75,7 @@ _REMEDY = "make room, or choose another --output"
 OnStep = Callable[[int, float], None]
 """Gets, after each step, the number of tokens whose streams were trained so far, and the loss in nats."""
 Pieces = Sequence[Sequence[int]]
-ReadWindow = Callable[[], Window]
+ReadWindow = Callable[[], TrainingWindow]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def train_streams(
         top = load_top(bundle, facts.first_layer)
         windows = _windows(pieces, folder / ENTERING, bundle.config.hidden_size, options)
         trained = len(pieces) - len(measured)
-        training = Training(facts, top, bundle.config, options, folder / STATE)
+        training = StreamTraining(facts, top, bundle.config, options, folder / STATE)
         training.run([window for index, window in windows if index < trained], on_progress, on_step)
         on_progress(0.95, "acceptance")
         arrays = {name: np.array(values) for name, values in training.parameters.items()}
@@ -175,7 +175,7 @@ def forget(folder: Path) -> None:
 def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStreamOptions) -> MultiStreams:
     """Shape of the streams, and sizes of their text. `acceptance` and checksums are placeholders."""
     config = bundle.config
-    layers = options.layers or min(MOST_LAYERS, max(1, config.num_layers // 2))
+    layers = options.layers or min(MAX_STREAM_LAYERS, max(1, config.num_layers // 2))
     measured_tokens = sum(len(piece) for piece in measured)
     facts = MultiStreams(
         model=weights_digest(bundle.manifest),
@@ -249,14 +249,14 @@ def _windows(
     values = np.memmap(entering, np.float32, "r").reshape(-1, hidden_size)
     starts = np.cumsum([0, *(len(piece) for piece in pieces)])
 
-    def read(index: int) -> Window:
+    def read(index: int) -> TrainingWindow:
         rows = values[starts[index] : starts[index + 1]]
-        return Window(pieces[index], mx.array(np.array(rows)))
+        return TrainingWindow(pieces[index], mx.array(np.array(rows)))
 
     return [(i, partial(read, i)) for i, piece in enumerate(pieces) if _long_enough(piece, options)]
 
 
-class Training:
+class StreamTraining:
     """Parameters and Adam's moments (arXiv 1412.6980), moved step by step and saved every SAVE_SECONDS."""
 
     def __init__(
@@ -311,21 +311,21 @@ class Training:
                 "choose a lower one"
             )
         means = {name: array / options.windows for name, array in sums.items()}
-        means, _ = optimizers.clip_grad_norm(means, MOST_GRADIENT)
+        means, _ = optimizers.clip_grad_norm(means, MAX_GRADIENT_NORM)
         self._adam.learning_rate = learning_rate(options, self._step)
         self.parameters = self._adam.apply_gradients(means, self.parameters)
         mx.eval(self.parameters, self._adam.state)
         self._step += 1
         return loss
 
-    def _gradients(self, window: Window, rng: Generator) -> tuple[float, dict[str, Any]]:
+    def _gradients(self, window: TrainingWindow, rng: Generator) -> tuple[float, dict[str, Any]]:
         """Loss of a random run of the window, and its gradients by parameter."""
         count = self._facts.streams
         length = len(window.tokens) - count - 1
         tokens = min(self._options.run_tokens, length)
         start = int(rng.integers(length - tokens + 1))
         # Both are drawn for every model, so that a seed gives the same runs whatever the model.
-        masked, drawn = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
+        masked, drawn = rng.random() < 0.5, int(rng.integers(1, MAX_RESIDENT_TOKENS + 1))
         resident = {}
         if masked and self._zeros_gates:
             resident = {"resident_tokens": drawn}

@@ -20,7 +20,7 @@ import numpy as np
 
 from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.constraint import Constraint
-from ondevice.constraints.grammars import GRAMMAR_BYTES, Grammars, Vocabulary, grammars_bytes
+from ondevice.constraints.grammars import GRAMMAR_BYTES, Grammars, GrammarVocabulary, grammars_bytes
 from ondevice.errors import ConstraintError
 from ondevice.units import process_memory, trim_heap
 from tests.benchmarks.explain.mask_overhead import vocabularies
@@ -46,7 +46,7 @@ def held() -> int:
     return process_memory().current_bytes
 
 
-def walk(grammars: Grammars, vocabulary: Vocabulary, constraint: Constraint) -> int:
+def walk(grammars: Grammars, vocabulary: GrammarVocabulary, constraint: Constraint) -> int:
     """Follow a random text under a constraint to its end. Returns the bytes that it added."""
     rng, before = np.random.default_rng(0), held()
     try:
@@ -61,7 +61,7 @@ def walk(grammars: Grammars, vocabulary: Vocabulary, constraint: Constraint) -> 
     return held() - before
 
 
-def most(grammars: Grammars, vocabulary: Vocabulary, constraints: Iterable[Constraint]) -> int:
+def most(grammars: Grammars, vocabulary: GrammarVocabulary, constraints: Iterable[Constraint]) -> int:
     """The most that one of them added. Grammars stay until others take their places."""
     return max(walk(grammars, vocabulary, each) for each in constraints)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.constraint import Constraint
-from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary
 from ondevice.errors import ConstraintError
 from tests.benchmarks.explain.mask_overhead import longest_first, vocabularies
 
@@ -130,14 +130,16 @@ class Waits:
             self.pieces += pieces
 
 
-def measured(vocabulary: Vocabulary, constraint: Constraint, answer: Callable[..., Any]) -> dict[str, Any]:
+def measured(
+    vocabulary: GrammarVocabulary, constraint: Constraint, answer: Callable[..., Any]
+) -> dict[str, Any]:
     ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
     grammars, rng, ends = Grammars(vocabulary), random.Random(1), frozenset(vocabulary.eos_ids)
     waits, most = Waits(), 0
     for _ in range(TEXTS):
         tokens = longest_first(json.dumps(answer(rng), ensure_ascii=False), ids)
         own = partial(grammars.own_matcher, constraint)
-        waits.follow(Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, own=own), tokens)
+        waits.follow(Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, unshared=own), tokens)
         most = max(most, len(tokens))
     found = {"step": waits.steps, "replay": waits.replays, "pause": waits.pieces}
     figures = {name: round(1e3 * max(seconds), 1) for name, seconds in found.items()}

@@ -22,7 +22,7 @@ import numpy as np
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.constraint import Constraint
-from ondevice.constraints.grammars import Grammars, Vocabulary
+from ondevice.constraints.grammars import Grammars, GrammarVocabulary
 from ondevice.errors import ConstraintError
 from ondevice.sampling import sample
 from ondevice.tokenizer import load_tokenizer
@@ -35,14 +35,14 @@ PASS_MS = 150.0
 SAMPLING = SamplingConfig(temperature=1.0, seed=1)
 
 
-def vocabularies() -> Iterator[tuple[str, Vocabulary]]:
+def vocabularies() -> Iterator[tuple[str, GrammarVocabulary]]:
     llama = SHARED_DATA / "tokenizers/llama2/tokenizer.model"
     if llama.is_file():
         tokenizer = load_tokenizer("sentencepiece", llama.read_bytes(), 1, (2,), True)
         texts = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
         yield (
             "llama2",
-            Vocabulary(
+            GrammarVocabulary(
                 texts, tokenizer.special_tokens, (2,), lambda text: tokenizer.encode(text, add_bos=False)
             ),
         )
@@ -50,7 +50,7 @@ def vocabularies() -> Iterator[tuple[str, Vocabulary]]:
     if qwen.is_file():
         texts = [base64.b64decode(line.split()[0]) for line in qwen.read_bytes().splitlines()]
         ids = {text: token for token, text in enumerate(texts)}
-        yield "qwen", Vocabulary(texts, {}, (len(texts) - 1,), lambda text: longest_first(text, ids))
+        yield "qwen", GrammarVocabulary(texts, {}, (len(texts) - 1,), lambda text: longest_first(text, ids))
 
 
 def longest_first(text: str, ids: dict[bytes, int]) -> list[int]:
@@ -63,7 +63,7 @@ def longest_first(text: str, ids: dict[bytes, int]) -> list[int]:
     return found
 
 
-def measured(vocabulary: Vocabulary) -> dict[str, float]:
+def measured(vocabulary: GrammarVocabulary) -> dict[str, float]:
     """Milliseconds of a token: of the mask, of a draw under it, and of one without."""
     begun = time.perf_counter()
     grammars = Grammars(vocabulary)

@@ -47,7 +47,7 @@ class ArrayTensor:
     def columns(self, start: int, stop: int) -> Float32:
         return self.values[:, start:stop]
 
-    def quantised_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
+    def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         return None
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:

@@ -158,7 +158,7 @@ def test_the_manifest_says_on_how_much_text(plain: Path, ordered: Path) -> None:
 def test_much_text_is_counted_at_equal_distances(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neuron_order, "MOST_TOKENS", 300)
+    monkeypatch.setattr(neuron_order, "MAX_ORDER_TOKENS", 300)
     found = order_neurons(Bundle.open(copied), recorded(copied, tmp_path / "records"), 1000)
     assert found.manifest.provenance.ordered_tokens == 250
 

@@ -13,8 +13,8 @@ from ondevice.converters.training.predictors import arrays, fine_tune
 from ondevice.converters.training.predictors.fine_tune import FineTuning, Parameters, gradients
 from ondevice.converters.training.predictors.layer_predictor import (
     RECALLS,
+    LayerPoint,
     LayerPredictor,
-    OperatingPoint,
     PredictorTraining,
     active_count,
 )
@@ -347,7 +347,7 @@ def test_settings_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 
 def candidate(rank: int, selected: float, missed: float = 0.03) -> LayerPredictor:
-    point = OperatingPoint(0.97, 0.0, missed, 0.1, 0.5, selected, active=0.1)
+    point = LayerPoint(0.97, 0.0, missed, 0.1, 0.5, selected, active=0.1)
     return replace(random_predictor(rank), points=(point,))
 
 

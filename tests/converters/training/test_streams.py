@@ -41,7 +41,7 @@ from ondevice.converters.training.streams.loss import (  # noqa: E402
     STREAM_WEIGHT,
     ResidentBackend,
     TopLayers,
-    Window,
+    TrainingWindow,
     acceptance,
     initial_parameters,
     load_top,
@@ -93,10 +93,10 @@ def random_parameters(config: ModelConfig, streams: MultiStreams, seed: int = 1)
     }
 
 
-def random_top() -> tuple[TopLayers, Window]:
+def random_top() -> tuple[TopLayers, TrainingWindow]:
     model = RandomWeights(CONFIG).load(MlxFloatBackend())
     tokens = np.random.default_rng(7).integers(0, CONFIG.vocab_size, 30).tolist()
-    return TopLayers(CONFIG, model.weights), Window(tokens, model.embedding(tokens))
+    return TopLayers(CONFIG, model.weights), TrainingWindow(tokens, model.embedding(tokens))
 
 
 @pytest.mark.fast("shared-1", "lossless-0", "lossless-4")
@@ -165,7 +165,7 @@ def test_half_of_the_runs_are_masked_as_the_model_needs_it(
     spec = FeedForwardSpec("relu" if activation == "relu" else "silu")
     config = replace(CONFIG, layers=tuple(replace(layer, feed_forward=spec) for layer in CONFIG.layers))
     options = MultiStreamOptions(gamma=streams.streams, batch_tokens=80, run_tokens=4)
-    run = training.Training(streams, top, config, options, tmp_path / "state")
+    run = training.StreamTraining(streams, top, config, options, tmp_path / "state")
     drawn = []
 
     def loss(parameters: Any, *arguments: Any, **resident: int) -> Any:
