@@ -1,4 +1,5 @@
-"""Steps that give a family's tensors the names, shapes and order of `tensors.py`, as new mappings."""
+"""Steps that turn a family's tensors into those of `tensors.py`, by name, shape and order; each returns a new
+mapping."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def weights_and_biases(modules: Mapping[str, str]) -> dict[str, str]:
-    """Names for `renamed`, of the weight and the bias of each module. modules: old name to new name."""
+    """Names for `renamed`: of each module's weight and bias. modules: old name to new name."""
     return {f"{old}.{kind}": f"{new}.{kind}" for old, new in modules.items() for kind in ("weight", "bias")}
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """Each layer's tensors by the new names. names: old name to new name, after `model.layers.N.`."""
+    """The tensors, with each layer's renamed. names: old name to new name, after `model.layers.N.`."""
 
     def new(name: str) -> str:
         match = _LAYER.fullmatch(name)
@@ -36,7 +37,7 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 
 def check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
-    """Raises CheckpointError for a tensor of another shape than config.json implies."""
+    """Raises CheckpointError unless the tensor has the shape that config.json implies."""
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}; "
@@ -45,7 +46,7 @@ def check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
 
 
 def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors but those of layers behind the last, which predict tokens ahead."""
+    """The tensors without those of layers after the model's last, which predict tokens ahead."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -54,7 +55,8 @@ def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, int]) -> Tensors:
-    """Each layer's fused tensor `name` as several. parts: name and number of rows of each, in order.
+    """The tensors, with each layer's fused tensor `name` split. parts: name and number of rows of each, in
+    order.
 
     Raises CheckpointError if it has another number of rows.
     """
@@ -78,7 +80,8 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
 
 
 def split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The fused projection apart, and its bias: rows of all queries, then of all keys, then of all values."""
+    """The tensors, with the fused attention projection and its bias split into queries, keys and values, in
+    this order."""
     rows = dict(zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True))
     for kind in ("weight", "bias"):
         parts = {f"self_attn.{which}_proj.{kind}": count for which, count in rows.items()}
@@ -87,14 +90,14 @@ def split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def split_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The fused projection of gates and ups apart."""
+    """The tensors, with the fused projection of gates and ups split."""
     neurons = config.intermediate_size
     parts = {"mlp.gate_proj.weight": neurons, "mlp.up_proj.weight": neurons}
     return split(tensors, config, "mlp.gate_up_proj.weight", parts)
 
 
 def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) -> Tensors:
-    """Rows of queries and keys in the order (i, i + Dh / 2) of the pairs that turn together.
+    """The tensors, with rows of queries and keys in rotate-half order: pairs (i, i + Dh / 2) turn together.
 
     Args:
         tensors: the checkpoint's tensors.
@@ -125,7 +128,7 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
 
 
 def _halves_order(rope: RopeSpec, interleaved: bool) -> list[int]:
-    """The dimensions of a checkpoint's heads in the order of ours."""
+    """The indices that put the dimensions of a checkpoint's heads in rotate-half order."""
     turning, width = sum(frequency > 0 for frequency in rope.frequencies), 2 * len(rope.frequencies)
     rotated = 2 * turning
     if interleaved:
@@ -138,8 +141,8 @@ def _halves_order(rope: RopeSpec, interleaved: bool) -> list[int]:
 
 
 def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, turning: int) -> SourceTensor:
-    """The rows of `heads` heads, `width` each, whose last `turning` ones are pairs (2 i, 2 i + 1), with these
-    in the order (i, i + turning / 2) of the pairs that turn together.
+    """The rows of `heads` heads of `width` each, with the last `turning` ones of a head brought from pairs (2
+    i, 2 i + 1) to pairs (i, i + turning / 2).
 
     Raises CheckpointError for another number of rows.
     """
@@ -154,8 +157,8 @@ def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, t
 
 
 def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
-    """Each layer's fused projection `name` apart, in which a key-value head's queries, key and value lie side
-    by side: [KVH, H / KVH + 2, Dh]. Raises CheckpointError if it has another number of rows.
+    """The tensors, with each layer's fused projection `name` split, in which a key-value head's queries, key
+    and value are neighbours: [KVH, H / KVH + 2, Dh]. Raises CheckpointError if it has another number of rows.
     """
     heads, width = config.num_kv_heads, config.head_dim
     group = config.num_heads // heads
@@ -179,7 +182,7 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 
 def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Blocks side by side that read one norm: it stands as each one's.
+    """The tensors, with the one norm that attention and a parallel feed-forward share given to both.
 
     Raises CheckpointError where the second block has a norm of its own.
     """
@@ -199,7 +202,7 @@ def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Norms of queries and keys for every head by itself, with biases.
+    """The tensors, with norms of queries and keys for each head, and their biases.
 
     A checkpoint has one for all heads (`q_layernorm.weight`), or one for each (`q_layernorm.norms.0.weight`
     and so on); without biases, these are 0.
@@ -226,7 +229,7 @@ def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
-    """The tensors by new names. prefixes: beginning of a name to what stands in its place."""
+    """The tensors under new names. prefixes: beginning of a name to its replacement."""
     named = {}
     for name, tensor in tensors.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
@@ -235,7 +238,7 @@ def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
 
 
 def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
-    """Norm weights plus `shift`; many checkpoints store them less one."""
+    """The tensors, with `shift` added to norm weights; many checkpoints store them minus one."""
     return {
         name: Scaled(name, tensor, shift=shift) if name.endswith("norm.weight") else tensor
         for name, tensor in tensors.items()
@@ -243,7 +246,7 @@ def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
 
 
 def outputs_scaled(tensors: Tensors, config: ModelConfig, factor: float) -> Tensors:
-    """What attention and feed-forward add to the residual, times `factor`."""
+    """The tensors, with the outputs of attention and feed-forward multiplied by `factor`."""
     scaled = dict(tensors)
     for layer in range(config.num_layers):
         name, experts = LayerNames(layer), config.layers[layer].experts
@@ -255,7 +258,7 @@ def outputs_scaled(tensors: Tensors, config: ModelConfig, factor: float) -> Tens
 
 
 def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
-    """Logits times `factor`: the last norm's weight, as nothing but the head follows it."""
+    """The tensors, with the last norm's weight, and so the logits, multiplied by `factor`."""
     scaled = dict(tensors)
     if FINAL_NORM in scaled and factor != 1.0:
         scaled[FINAL_NORM] = Scaled(FINAL_NORM, scaled[FINAL_NORM], factor)
@@ -263,7 +266,7 @@ def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
 
 
 def written_by_mlx(tensors: Tensors, ending: str) -> bool:
-    """Whether the convolutions, whose names end so, are as MLX has them, (C, taps, 1).
+    """Whether the convolutions, whose names end in `ending`, have MLX's shape (C, taps, 1).
 
     No other sign is in every folder that MLX has written.
     """
@@ -272,7 +275,7 @@ def written_by_mlx(tensors: Tensors, ending: str) -> bool:
 
 
 def taps_first(name: str, conv: SourceTensor, channels: int, taps: int, by_mlx: bool = False) -> SourceTensor:
-    """A causal convolution's weights as (taps, C); stored (C, 1, taps), (C, taps, 1) or (C, taps).
+    """A causal convolution's weights as (taps, C), from (C, 1, taps), (C, taps, 1) or (C, taps).
 
     by_mlx: whether it is as MLX stores it, in the second form. GGUF files have the third.
     """

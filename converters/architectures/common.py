@@ -1,4 +1,4 @@
-"""What the families share: the keys of sizes and activations, and a config whose layers are alike."""
+"""What the families share: keys of sizes and activations, and a config of equal layers."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ UNLESS_TRUE = frozenset({
     "use_flash_attn", "use_logn_attn", "use_long_context", "use_mrope", "use_qk_norm", "use_qkv_bias",
     "use_sliding_window",
 })
-"""Keys that change something only where they are true."""
+"""Keys that change the arithmetic only if they are true."""
 # fmt: on
 CONFIG_REMEDY = "take config.json from the model's own repository"
 SAME_REPOSITORY = "take config.json and the weights from the same repository"
-"""Remedies for a damaged config, and for one that tensors don't go with."""
+"""Remedies: for a damaged config, and for tensors that don't match it."""
 INTEGER_LIMIT = 1 << 64
 """JSON has integers of any length, of which the longer ones are no floats."""
 
@@ -113,7 +113,7 @@ class ConfigReader:
         return value if isinstance(value, list) and value else [value]
 
     def with_value(self, key: str, value: object) -> ConfigReader:
-        """A reader of the same keys, which counts as this one, in which `key` has another value."""
+        """A reader with another value for `key` that shares this one's record of keys read."""
         other = ConfigReader({**self._values, key: value}, self.where)
         other._read = self._read
         return other

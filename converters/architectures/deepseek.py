@@ -62,7 +62,7 @@ RENAMED = {
     "self_attn.kv_a_layernorm.weight": "attention.latent_norm.weight",
 }
 _EPS = 1e-6
-"""The eps of two norms, of latents and of what queries are made of; `rms_norm_eps` is that of the others."""
+"""Epsilon of the norms of latents and of query latents; `rms_norm_eps` is that of the other norms."""
 
 
 def _read(
@@ -73,7 +73,8 @@ def _read(
     dense_layers: int,
     reader: ConfigReader,
 ) -> Description:
-    """defaults, max_context, dense_layers: the family's, where no key says so."""
+    """The description of a family with latent attention. defaults, max_context, dense_layers: used where a
+    key is missing."""
     check_code(reader, "deepseek")
     latent = _read_latent(reader, defaults)
     sizes = read_sizes(reader, max_context=max_context, head_dim=latent.turning)
@@ -105,7 +106,8 @@ def _read(
 
 
 def _read_latent(reader: ConfigReader, defaults: LatentSpec) -> LatentSpec:
-    """A null `q_lora_rank` means that queries are made of a layer's input."""
+    """The sizes of latent attention. A null `q_lora_rank` means that queries are made from a layer's
+    input."""
     without = reader.is_null("q_lora_rank")
     return LatentSpec(
         rank=reader.integer("kv_lora_rank", defaults.rank),
@@ -141,7 +143,8 @@ def _with_experts(
 
 
 def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
-    """Chosen by softmax, among all or among those of the groups with the best single experts."""
+    """DeepSeek V2's experts, chosen by softmax among all experts, or among the groups with the best single
+    ones."""
     reader.only("scoring_func", "softmax")
     # Some of the authors' code then divides by the sum in the factor's place; no checkpoint asks for it.
     reader.only("norm_topk_prob", False)
@@ -167,7 +170,7 @@ def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
 def experts_of_v3(
     defaults: tuple[int, int, int, float], groups: tuple[int, int], reader: ConfigReader
 ) -> ExpertsSpec:
-    """Chosen by sigmoids with a bias, among those of the groups with the best two experts.
+    """DeepSeek V3's experts, chosen by biased sigmoids among the groups with the best two experts.
 
     defaults: number of experts, of a token's, of an expert's neurons, and the factor of weights.
     """

@@ -18,7 +18,7 @@ from ondevice.model_config import MAX_EXPERT_NEURONS, MAX_EXPERTS, ExpertsSpec, 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a layer's experts' tensors in a checkpoint, behind `model.layers.N.`.
+    """Names of a layer's expert tensors in a checkpoint, after `model.layers.N.`.
 
     Args:
         gate, up, down: matrices of one expert; `{}` is its number. Ungated ones have no `up`.
@@ -62,7 +62,7 @@ MIXTRAL_NAMES = ExpertNames(
 
 
 def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> int:
-    """The number of experts, which stands under one of `keys`, or under several that agree."""
+    """The number of experts, from one of `keys` or several that agree."""
     counts = {key: reader.integer(key) for key in keys if reader.has(key) and not reader.is_null(key)}
     if len(set(counts.values())) > 1:
         raise CheckpointError(f"config.json: {' and '.join(counts)} differ: {list(counts.values())}")
@@ -77,7 +77,7 @@ def read_count(reader: ConfigReader, default: int | None = None, *keys: str) -> 
 def read_shared_neurons(
     reader: ConfigReader, default: int, key: str = "shared_expert_intermediate_size"
 ) -> int:
-    """Neurons of the shared expert that every token goes through. Raises CheckpointError."""
+    """The number of neurons of the shared expert, which every token goes through. Raises CheckpointError."""
     shared = reader.integer(key, default)
     if not 1 <= shared <= MAX_EXPERT_NEURONS:
         raise CheckpointError(f"config.json: {key} is {shared}; it must be from 1 to {MAX_EXPERT_NEURONS}")
@@ -85,7 +85,7 @@ def read_shared_neurons(
 
 
 def read_shared_experts(reader: ConfigReader, neurons: int) -> int:
-    """Neurons of all shared experts, of `neurons` each, together. Raises CheckpointError."""
+    """The number of neurons of all shared experts, of `neurons` each. Raises CheckpointError."""
     count = reader.integer("n_shared_experts", 1)
     if not 0 <= count * neurons <= MAX_EXPERT_NEURONS:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def read_shared_experts(reader: ConfigReader, neurons: int) -> int:
 
 
 def read_training_keys(reader: ConfigReader) -> None:
-    """Keys that only training uses."""
+    """Read, and so accept, keys that only training uses."""
     reader.boolean("output_router_logits", False)
     reader.number("router_aux_loss_coef", 0.0)
 
@@ -125,8 +125,8 @@ def with_experts(
 
 
 def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWEN_NAMES) -> Tensors:
-    """The tensors, with experts as `tensors.py` names them: matrices by themselves where they are stored so,
-    else parts of one feed-forward's.
+    """The tensors, with experts named as in `tensors.py`: one by one where they are stored as matrices, else
+    as parts of one feed-forward.
 
     Raises CheckpointError for missing experts, and for ones of other shapes or of different types.
     """
@@ -167,7 +167,7 @@ def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWE
 def _name_biases(
     tensors: dict[str, SourceTensor], name: LayerNames, pattern: str, which: str, count: int
 ) -> None:
-    """Give the biases of the matrices that are named by `pattern` their names here."""
+    """Rename the biases of the matrices that `pattern` names."""
     bias = pattern.removesuffix("weight") + "bias"
     for expert in range(count):
         if (source := tensors.pop(bias.format(expert), None)) is not None:
@@ -181,7 +181,7 @@ def _parts(
     hidden: int,
     neurons_are_columns: bool,
 ) -> tuple[SourceTensor, ...]:
-    """The matrices `sources`, taken out of `tensors`.
+    """The matrices `sources`, removed from `tensors`.
 
     widths: neurons of each. neurons_are_columns: whether neurons are their columns.
     """
@@ -204,7 +204,7 @@ def _parts(
 
 
 def _alike(part: SourceTensor, other: SourceTensor) -> bool:
-    """Whether both give values of one type: tensors that a file has quantised go with others and float32."""
+    """Whether two parts give values of one type: quantised tensors go with quantised ones and float32."""
     both = [it.source if isinstance(it, RowsOf) else it for it in (part, other)]
     quantised = (QuantizedTensor, MlxTensor)
     if any(isinstance(it, quantised) for it in both):
@@ -215,7 +215,8 @@ def _alike(part: SourceTensor, other: SourceTensor) -> bool:
 def unstacked(
     tensors: Tensors, config: ModelConfig, name: str, named: Callable[[int], Sequence[str]]
 ) -> Tensors:
-    """Each layer's stacked tensor `name`, (E, rows, columns), as a matrix for each expert, or several.
+    """The tensors, with each layer's stack `name`, (E, rows, columns), split into one or more matrices an
+    expert.
 
     named: gives an expert's names for equal parts of its rows, in order, behind `model.layers.N.`.
 
@@ -243,7 +244,7 @@ def unstacked(
 
 
 def piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
-    """The matrix `number` of `count` equal ones whose rows follow each other in a stack.
+    """Matrix `number` of the `count` equal ones that a stack holds, one below the other.
 
     Raises UnsupportedModelError for a stack that isn't a file's own tensor.
     """

@@ -1,4 +1,4 @@
-"""Falcon 7B and 40B: blocks side by side, feed-forwards that aren't gated, and fused projections."""
+"""Falcon 7B and 40B: parallel blocks, ungated feed-forwards and fused projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and a Mamba-2 mixer side by side in every layer, and many constant multipliers.
+"""Falcon-H1: attention and a Mamba-2 mixer in parallel in every layer, and many constant multipliers.
 
 Multipliers become factors of the specs, or are taken by norms and convolutions, which are float32. Only the
 down projection takes one itself. In folders that MLX has written most of them are in the weights (mlx-lm
@@ -36,16 +36,16 @@ NAMES = {
     **{f"feed_forward.{which}_proj.weight": f"mlp.{which}_proj.weight" for which in ("gate", "up", "down")},
 }
 PARTS = ("z", "x", "b", "c", "dt")
-"""What `ssm_multipliers` are of, in their order."""
+"""What the numbers of `ssm_multipliers` multiply, in order."""
 
 
 IN_WEIGHTS = ("ssm_in_multiplier", "ssm_out_multiplier", "attention_out_multiplier", "embedding_multiplier")
 LISTS_IN_WEIGHTS = ("ssm_multipliers", "mlp_multipliers")
-"""Multipliers that are in the weights of folders that MLX has written."""
+"""Multipliers that MLX's folders have already applied to their weights."""
 
 
 def _read(reader: ConfigReader) -> Description:
-    """The model, and the one of a folder that MLX has written."""
+    """The model of a checkpoint, and as `stored` that of a folder written by MLX."""
     described = _described(reader, 1.0)
 
     def stored(tensors: Tensors) -> Description:
@@ -55,7 +55,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _by_mlx(reader: ConfigReader) -> Description:
-    """The model of a folder that MLX has written."""
+    """The model of a folder written by MLX."""
     embedding, logits = (
         read_multiplier(reader, key) for key in ("embedding_multiplier", "lm_head_multiplier")
     )
@@ -70,7 +70,8 @@ def _by_mlx(reader: ConfigReader) -> Description:
 
 
 def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
-    """attended_in_weights: the multiplier of attention's inputs that weights of queries and keys have."""
+    """The model. attended_in_weights: the multiplier of attention's input that query and key weights already
+    have."""
     sizes = read_sizes(reader, max_context=8192, kv_heads=8)
     for key in ("attention_bias", "mlp_bias", "projectors_bias"):
         reader.only(key, False)
@@ -135,7 +136,8 @@ def _adapt(
     neurons: Sequence[float],
     logits: float,
 ) -> Tensors:
-    """channels: factors of x, b and c. neurons: of gates, and of what a feed-forward adds."""
+    """The tensors by our names. channels: factors of x, b and c. neurons: factors of gates, and of the
+    feed-forward's output."""
     adapted = dict(renamed(tensors, NAMES))
     if (norm := adapted.pop("model.final_layernorm.weight", None)) is not None:
         adapted[FINAL_NORM] = norm

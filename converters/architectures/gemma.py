@@ -37,9 +37,9 @@ from ondevice.model_config import (
 )
 
 PATTERN = 6
-"""Gemma 3's interval between global layers."""
+"""Layers from one global layer to the next in Gemma 3."""
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
-"""Rotary bases of Gemma 3's layers."""
+"""Rotary bases of Gemma 3's local and global layers."""
 OUTPUT_NORMS = {
     "post_attention_layernorm.weight": "attention_output_layernorm.weight",
     "pre_feedforward_layernorm.weight": "post_attention_layernorm.weight",
@@ -160,7 +160,7 @@ def _decoder(
     attention: Mapping[str, Any] | None = None,
     logit_soft_cap: float = 0.0,
 ) -> ModelConfig:
-    """What the Gemmas share. attention: fields of every AttentionSpec."""
+    """The config that all Gemmas share. attention: fields of every AttentionSpec."""
     bias = reader.boolean("attention_bias", False)
     reader.only("use_bidirectional_attention", False)
     width = sizes.head_dim if name == "gemma" else reader.number("query_pre_attn_scalar", 256)

@@ -31,9 +31,10 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import MAX_COPIES, AttentionSpec, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec
 
 GLOBAL_INTERVAL = 5
-"""Layers from one global one to the next, unless the file names each layer's kind."""
+"""Layers from one global layer to the next, unless the file names each layer's kind."""
 CUT_LAYERS, CUT_SHARE = 10, 0.95
-"""Layers with cutoffs and the share of gates below them, where a file of more than ten layers names none."""
+"""Layers with cutoffs, and the share of gates below them, where a file of more than ten layers says neither.
+"""
 PER_LAYER_NAMES = {
     "per_layer_input_gate.weight": "per_layer.gate",
     "per_layer_projection.weight": "per_layer.out",
@@ -54,7 +55,7 @@ NAMES = (
     }
 )
 SHARED = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
-"""Tensors that checkpoints hold for layers that share keys and values too, and that nothing reads."""
+"""Tensors that checkpoints hold for layers with shared keys and values, and that nothing reads."""
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -109,12 +110,12 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def per_layer_multiplier(width: int) -> float:
-    """The factor of rows of per-layer inputs of this width."""
+    """The factor of per-layer input rows of `width` values."""
     return float32((0.5 * width) ** 0.5) if width > 0 else 1.0
 
 
 def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
-    """Tokens with a row of per-layer inputs of their own. Raises UnsupportedModelError for too many."""
+    """Number of tokens that have a row of per-layer inputs. Raises UnsupportedModelError for too many."""
     known = reader.integer("vocab_size_per_layer_input", 262144)
     if not 1 <= known <= vocab_size:
         raise UnsupportedModelError(
@@ -125,7 +126,7 @@ def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
 
 
 def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
-    """Sizes, and every layer's number of neurons, which may stand once for all layers."""
+    """The sizes, and every layer's number of neurons, which may be given once for all layers."""
     neurons = reader.values_of("intermediate_size")
     if any(type(count) is not int or count == 0 for count in neurons):
         raise CheckpointError(
@@ -147,12 +148,13 @@ def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
 
 
 def own_neurons(count: int, sizes: Sizes) -> int | None:
-    """A layer's own number of neurons, of which it has `count`; None if that is the model's."""
+    """A layer's number of neurons, `count`; None if it is the model's."""
     return None if count == sizes.intermediate_size else count
 
 
 def key_owners(kinds: list[str], shared: int) -> list[int | None]:
-    """For each layer the one whose keys and values it reads, the last of its kind with any; None: its own."""
+    """For each layer, the layer whose keys and values it reads: the last owner of its kind; None for
+    owners."""
     first = len(kinds) - shared
     if not 0 <= shared < len(kinds):
         raise UnsupportedModelError(
@@ -205,7 +207,7 @@ def _copies(reader: ConfigReader) -> int:
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
-    """The tensors by our names. Factors of the arithmetic go into norms and per-layer inputs.
+    """The tensors by our names, with the arithmetic's factors moved into norms and per-layer inputs.
 
     known: tokens with a row of per-layer inputs of their own; others have the first token's.
     """
@@ -236,7 +238,7 @@ def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, Sour
 
 
 def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
-    """The model's tensors of per-layer inputs by our names, with the factors of their arithmetic.
+    """The tensors of per-layer inputs by our names, with the arithmetic's factors applied.
 
     Rows don't get theirs, `per_layer_multiplier`: 16 bits hold rows as published, and not multiples.
 

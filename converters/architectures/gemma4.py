@@ -82,14 +82,15 @@ EXPERTS = ExpertNames(
     shared="mlp.",
     stack="experts.switch_glu.",
 )
-"""The experts' names, once their stacks are apart."""
+"""Names of the experts' tensors, once their stacks are split."""
 
 Heads = dict[str, dict[str, Any]]
-"""The fields of AttentionSpec by which layers of a kind differ from the model's sizes."""
+"""The AttentionSpec fields by which each kind of layer differs from the model's sizes."""
 
 
 def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> Description:
-    """max_context, window, inputs: the family's defaults; inputs: of per-layer inputs, 0 if it has none."""
+    """The description of a Gemma 4. max_context, window, inputs: the family's defaults; inputs: width of
+    per-layer inputs, 0 if there are none."""
     _check_kind(reader)
     sizes = read_sizes(reader, max_context=max_context, kv_heads=4, head_dim=256, heads=8, vocab_size=262144)
     kinds = _kinds(reader, sizes.num_layers)
@@ -143,7 +144,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
 
 
 def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
-    """The config with the experts that stand beside each layer's dense feed-forward, if there are any."""
+    """The config with experts beside each layer's dense feed-forward, if the model has any."""
     if not reader.boolean("enable_moe_block", False):
         for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             reader.integer(unused, 0)
@@ -163,7 +164,7 @@ def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
 
 
 def _check_kind(reader: ConfigReader) -> None:
-    """Raises UnsupportedModelError for texts whose tokens see later ones."""
+    """Raises UnsupportedModelError for models whose text tokens see later ones."""
     if (sees := reader.text("use_bidirectional_attention", "vision")) != "vision":
         raise UnsupportedModelError(
             f"config.json: use_bidirectional_attention is {shown(sees)}; only 'vision', under which a text's "
@@ -244,7 +245,7 @@ def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
 
 
 def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
-    """The first pairs turn as if all did; the others don't turn."""
+    """Rotary embedding of a head whose first pairs turn, with the frequencies that they have when all do."""
     share, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
     if not 0.0 <= share <= 1.0 or not 1.0 <= factor <= 1e6:
         raise CheckpointError(
@@ -275,7 +276,7 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
 
 
 def _adapt_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """A layer's experts as neurons, and the router's norm as one of the usual form."""
+    """The tensors, with a layer's experts as neurons and the router's norm in the usual form."""
     adapted = unstacked(tensors, config, "experts.gate_up_proj", EXPERTS.of("gate", "up"))
     adapted = unstacked(adapted, config, "experts.down_proj", EXPERTS.of("down"))
     scaled = dict(renamed(join_experts(adapted, config, EXPERTS), EXPERT_NAMES))

@@ -1,4 +1,4 @@
-"""GLM-4.5-MoE: experts chosen by sigmoids with a bias, within groups; a shared one; dense layers first.
+"""GLM-4.5-MoE: experts chosen by biased sigmoids within groups, a shared expert, dense first layers.
 
 Its last layers predict tokens ahead, and are no part of the model.
 """

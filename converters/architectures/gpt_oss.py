@@ -54,11 +54,11 @@ YARN: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Rotary scaling where the file has none."""
+"""Rotary scaling, where the file has none."""
 NAMES = ExpertNames(router="mlp.router.weight", router_bias="mlp.router.bias", stack="mlp.experts.")
-"""The experts' names, once their stacks are apart."""
+"""Names of the experts' tensors, once their stacks are split."""
 STACKS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-"""Stacks of all experts of a layer, and the matrices whose rows take turns in them."""
+"""Stacks of all experts of a layer, and the matrices whose rows alternate in them."""
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -109,7 +109,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _chosen(reader: ConfigReader) -> int:
-    """Experts of a token, which two keys say."""
+    """Number of experts a token chooses, which two keys must agree on."""
     chosen = reader.integer("num_experts_per_tok", reader.integer("experts_per_token", CHOSEN))
     if reader.integer("experts_per_token", chosen) != chosen:
         raise CheckpointError(
@@ -125,7 +125,7 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
 
 
 def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Each expert's matrices and biases by themselves.
+    """The tensors, with each expert's matrices and biases split from their stacks.
 
     A checkpoint stacks values as (experts, columns, rows). Quantised experts are matrices of rows already. In
     folders that MLX has written, gates and ups have stacks of their own, here left to `join_experts`; their
@@ -165,7 +165,7 @@ def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTensor:
-    """One expert of a stack of all. Raises CheckpointError if it hasn't the shape `wanted`."""
+    """One expert of a stack. Raises CheckpointError unless it has the shape `wanted`."""
     if not isinstance(stack, StoredTensor) or stack.shape != wanted:
         raise CheckpointError(
             f"{stack.name} has shape {list(stack.shape)}; config.json asks for {list(wanted)}; "
@@ -176,7 +176,7 @@ def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTen
 
 
 def _interleaved_part(name: str, source: SourceTensor, index: int, turns: int) -> SourceTensor:
-    """The rows of `source` that are the matrix `index` of `turns`, which take turns."""
+    """Every `turns`-th row of `source` from row `index` on: one of the matrices that alternate in it."""
     return RowsOf(name, source, np.arange(index, source.shape[0], turns))
 
 

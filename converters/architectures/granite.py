@@ -28,7 +28,7 @@ EXPERTS = ExpertNames(
     router="block_sparse_moe.router.layer.weight",
     stack="block_sparse_moe.switch_mlp.",
 )
-"""The experts' names, once their stacks are apart."""
+"""Names of the experts' tensors, once their stacks are split."""
 
 
 def _read(reader: ConfigReader) -> Description:

@@ -45,7 +45,7 @@ from ondevice.model_config import (
 NEURONS = "shared_intermediate_size"
 NAMES = replace(EXPERTS, shared="shared_mlp.")
 SHARED = {f"shared_mlp.{which}_proj.weight": f"mlp.{which}_proj.weight" for which in ("gate", "up", "down")}
-"""Names of the feed-forward that every token goes through, and those that it gets where it stands alone."""
+"""Names of the feed-forward that every token goes through, and its new names where a layer has no experts."""
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -107,7 +107,7 @@ def _turns(reader: ConfigReader) -> bool:
 
 
 def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
-    """The model with the experts that its config names, if it names any."""
+    """The config with the experts that `config.json` names, if any."""
     count, chosen = reader.integer("num_local_experts", 8), reader.integer("num_experts_per_tok", 2)
     neurons = reader.integer("intermediate_size", 11008)
     read_training_keys(reader)

@@ -1,4 +1,4 @@
-"""The layer that predicts one token more (arXiv 2412.19437, section 2.2), behind a model's last layer.
+"""The layer after a model's last one that predicts one more token (arXiv 2412.19437, section 2.2).
 
 DeepSeek V3, GLM-4.5 and their relatives name it as a layer more, which `transformers` leaves out. Names are
 those that vLLM (`deepseek_mtp.py`, `glm4_moe_mtp.py`) and SGLang (`deepseek_nextn.py`) read; arithmetic is as
@@ -19,9 +19,9 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 JOINING = "mtp.fc.weight"
-"""The matrix over an embedding and a hidden state, side by side in this order."""
+"""The matrix over an embedding and a hidden state, concatenated in this order."""
 EMBEDDING_NORM, HIDDEN_NORM = "mtp.embedding_norm.weight", "mtp.hidden_norm.weight"
-"""The norms of both."""
+"""The norms of the embedding and of the hidden state."""
 NOTE = (
     "the layer that predicts one token more (mtp) was left out; `ondevice convert CHECKPOINT --draft-for "
     "BUNDLE` adds it, for --speculation mtp, from its authors' folder"
@@ -38,13 +38,13 @@ _NAMES = {
     "final_layernorm.weight": FINAL_NORM,
 }
 _SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
-"""What such a layer shares with the model, and has a copy of in most files."""
+"""Tensors that such a layer shares with the model, and that most files hold twice."""
 _COMPARED_BYTES = 4 << 20
 """Bytes, as float32, of the rows of each of two tensors that are compared at once."""
 
 
 def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
-    """What a user should know of `count` layers that were left out."""
+    """Notes for users: `count` layers that predict tokens ahead were left out."""
     if count <= 0:
         return ()
     return (NOTE,) if count == 1 else ("the layers that predict tokens ahead are left out",)
@@ -53,11 +53,11 @@ def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
 def layer_behind_last(
     tensors: Tensors, config: ModelConfig, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
-    """The layer `model.layers.N` behind the N of `config`, as a model of that layer, and its tensors by the
-    names of `tensors.py` and of this module. adapt: the family's, for a config.
+    """The layer `model.layers.N` after the N layers of `config`, as a one-layer model, and its tensors by the
+    names of `tensors.py` and of this module.
 
-    Raises CheckpointError for a folder without it or a part of it, UnsupportedModelError for embeddings or a
-    head of its own that aren't the model's.
+    adapt: the family's, for a config. Raises CheckpointError for a folder without the layer or a part of it,
+    UnsupportedModelError for embeddings or a head that aren't the model's.
     """
     prefix, model_prefix = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
     of_layer = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
@@ -76,7 +76,7 @@ def layer_behind_last(
 def first_of_several(
     tensors: Tensors, config: ModelConfig, prefix: str, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
-    """The layer 0 of those whose names begin with `prefix`, as of `layer_behind_last`. config: of that layer.
+    """Layer 0 of those whose names begin with `prefix`, as in `layer_behind_last`. config: of that layer.
 
     Raises CheckpointError for a folder without it or a part of it.
     """
@@ -100,7 +100,8 @@ def _adapted(
     model_prefix: str,
     adapt: Callable[[ModelConfig, Tensors], Tensors],
 ) -> Tensors:
-    """The tensors of a layer, whose names in the folder begin with `prefix`, by those of `tensors.py`.
+    """The tensors of a layer, from names that begin with `prefix` to those of `tensors.py`. model_prefix: how
+    the latter begin.
 
     model_prefix: how its names begin there.
     """
@@ -112,7 +113,7 @@ def _adapted(
 
 
 def _check_same(copy: SourceTensor, of_model: SourceTensor | None) -> None:
-    """Raises UnsupportedModelError unless a tensor of the layer is the model's, value by value."""
+    """Raises UnsupportedModelError unless the layer's copy of a tensor equals the model's, value by value."""
     same = of_model is not None and (copy.shape, copy.dtype) == (of_model.shape, of_model.dtype)
     if of_model is not None and same and len(copy.shape) == 2:
         rows, cols = copy.shape

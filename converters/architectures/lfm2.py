@@ -52,7 +52,7 @@ NAMES = {
 THETA = 1_000_000.0
 FIRST_SCALES = ("block_mlp_init_scale", "block_out_init_scale")
 FIRST_FLAGS = ("block_use_xavier_init", "conv_use_xavier_init")
-"""Keys of the weights that training begins with."""
+"""Keys of weights at the start of training."""
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -61,7 +61,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
-    """The model without experts. reader: `intermediate_size` is the number of a dense layer's neurons."""
+    """The model without experts. reader: its `intermediate_size` is the number of a dense layer's neurons."""
     sizes = read_sizes(reader, max_context=128_000, kv_heads=8)
     _check_doubles(reader, sizes)
     turning = read_rope(reader, sizes.head_dim, sizes.max_context, theta=THETA)
@@ -88,7 +88,8 @@ def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
 
 
 def _with_neurons(reader: ConfigReader) -> ConfigReader:
-    """A reader whose `intermediate_size` is the number of neurons, which the config may only imply."""
+    """A reader whose `intermediate_size` is the number of neurons, computed where the config only implies
+    it."""
     neurons = reader.integer("block_ff_dim", reader.integer("intermediate_size", 12288))
     if not 1 <= neurons <= 2 * SIZE_LIMITS["intermediate_size"]:
         raise CheckpointError(
@@ -111,7 +112,7 @@ def _with_neurons(reader: ConfigReader) -> ConfigReader:
 
 
 def _check_doubles(reader: ConfigReader, sizes: Sizes) -> None:
-    """Refuse what differs from what models are known to do, and second names with another value."""
+    """Refuse unknown variants, and sizes whose second name has another value."""
     for key in ("block_dim", "conv_dim", "conv_dim_out"):
         reader.only(key, sizes.hidden_size)
     reader.only("num_heads", sizes.num_heads)
@@ -140,7 +141,8 @@ def _read_kinds(reader: ConfigReader, num_layers: int) -> Sequence[str]:
 
 
 def adapted(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors but those of experts by their names in `tensors.py`. Those that aren't known keep theirs.
+    """The tensors by their names in `tensors.py`, except those of experts and unknown ones, which keep
+    theirs.
 
     Raises CheckpointError for a convolution of another shape, or with attention beside it.
     """

@@ -1,7 +1,4 @@
-"""LFM2 with experts: dense feed-forwards in the first layers, experts behind those, chosen by sigmoids with a
-bias. Their weights are divided by their sum. Models add 1e-6 to it, which isn't done here: weights differ by
-1e-6 / sum, a ten-thousandth where the sigmoids of the chosen sum to 0.01.
-"""
+"""LFM2 with experts: dense first layers, then experts chosen by biased sigmoids."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ NAMES = ExpertNames(
     stack="feed_forward.switch_mlp.",
 )
 DENSE_BY_MLX = {f"feed_forward.{it}_proj.weight": f"mlp.{it}_proj.weight" for it in ("gate", "up", "down")}
-"""Names of dense feed-forwards in folders that MLX has written, and those that they get here."""
+"""Names of dense feed-forwards in MLX's folders, and their new ones."""
 
 
 def _read(reader: ConfigReader) -> Description:

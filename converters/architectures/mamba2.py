@@ -34,16 +34,16 @@ VECTORS = {
     "conv1d.bias": "mamba2.conv.bias",
 }
 CONVOLUTION = "mamba.conv1d.weight"
-"""How the name of a convolution's weights ends."""
+"""End of the name of a convolution's weights."""
 LIMITS = "time_step_limit"
 INFINITE = (math.inf, {"__float__": "Infinity"})
-"""How `transformers` writes that time steps have no upper limit, in older releases and in newer ones."""
+"""How older and newer releases of `transformers` write that time steps have no upper limit."""
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Older names of kinds of layers."""
 
 
 def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
-    """Least and largest time step; None for the latter: there is no limit. Raises CheckpointError."""
+    """Smallest and largest time step; None for the latter means no limit. Raises CheckpointError."""
     limits = reader.values_of(LIMITS)
     unlimited = len(limits) == 2 and limits[1] in INFINITE
     section = reader.with_value(LIMITS, [*limits[:1], 0.0] if unlimited else limits)
@@ -59,7 +59,7 @@ def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
 
 
 def read_mixer(reader: ConfigReader, sizes: Sizes, width: int | None = None) -> Mamba2Spec:
-    """A mixer by the keys of Granite 4 and Falcon-H1: its norm is behind the gate, each group by itself.
+    """A mixer from the keys of Granite 4 and Falcon-H1. Its norm comes after the gate, group by group.
 
     width: of all heads together; None: `mamba_expand` times the model's.
 
@@ -97,7 +97,7 @@ def read_mixer(reader: ConfigReader, sizes: Sizes, width: int | None = None) -> 
 
 
 def require_silu(activation: str, key: str) -> None:
-    """Raises UnsupportedModelError for another activation of convolutions and gates."""
+    """Raises UnsupportedModelError unless convolutions and gates use SiLU."""
     if activation != "silu":
         raise UnsupportedModelError(f"config.json: {key} is {activation}; mixers run with silu alone")
 
@@ -105,7 +105,7 @@ def require_silu(activation: str, key: str) -> None:
 def mixer_tensors(
     tensors: Tensors, config: ModelConfig, factors: Mapping[str, float] | None = None
 ) -> Tensors:
-    """The tensors, those of mixers, `mamba.*`, by their names here. Those that aren't known keep theirs.
+    """The tensors, with those of mixers, `mamba.*`, renamed; unknown ones keep their names.
 
     factors: of the convolution's inputs x, b and c, where they are multiplied by any; its weights take them.
 
@@ -127,7 +127,7 @@ def _take(
     factors: Mapping[str, float] | None,
     by_mlx: bool,
 ) -> None:
-    """Give a layer's mixer its names in `tensors`. by_mlx: as of `taps_first`."""
+    """Rename a layer's mixer tensors in `tensors`, in place. by_mlx: as in `taps_first`."""
     mixer, prefix = spec.mamba2, f"model.layers.{name.layer}.mamba."
     assert mixer is not None
     for old, new in VECTORS.items():
@@ -162,7 +162,7 @@ def _take(
 
 
 def _rows(mixer: Mamba2Spec) -> dict[str, NDArray[np.int64]]:
-    """The rows of each projection in the joint one."""
+    """The rows of each projection in the fused matrix."""
     sizes = {
         "z": mixer.value_size,
         "x": mixer.value_size,
@@ -177,7 +177,7 @@ def _rows(mixer: Mamba2Spec) -> dict[str, NDArray[np.int64]]:
 def _scaled_channels(
     name: str, conv: SourceTensor, mixer: Mamba2Spec, factors: Mapping[str, float]
 ) -> SourceTensor:
-    """A convolution (taps, C) whose inputs are multiplied by `factors`, which its weights take."""
+    """A convolution (taps, C) with `factors` of its inputs applied to its weights."""
     edges = [mixer.value_size, mixer.value_size + mixer.group_size]
     by_channel = Transposed(name, conv)
     parts = tuple(

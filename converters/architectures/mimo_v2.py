@@ -48,12 +48,12 @@ from ondevice.model_config import (
 
 THETAS = {GLOBAL: 5e6, LOCAL: 1e4}
 OLDER = {GLOBAL: "rope_theta", LOCAL: "swa_rope_theta"}
-"""The authors' keys of these."""
+"""The authors' names of keys that `transformers` renames."""
 ROTATED = 0.334
 PERIOD = 6
-"""Layers from one of full attention to the next, where the file doesn't name them; the first layer is one."""
+"""Layers from one full-attention layer to the next, the first being one, where the file doesn't say."""
 WINDOW = 129
-"""Tokens that a query sees in a sliding layer, its own included, where the file doesn't say it."""
+"""Tokens that a query sees in a sliding layer, itself included, where the file doesn't say."""
 VALUE_DIM, VALUE_SCALE = 128, 0.707
 RENAMED = {
     "self_attn.attention_sink_bias": "attention.sinks",
@@ -93,7 +93,8 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _eps(reader: ConfigReader) -> float:
-    """`layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of `transformers`."""
+    """The norms' epsilon: `layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of
+    `transformers`."""
     eps = reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-5))
     if reader.number("rms_norm_eps", eps) != eps:
         raise CheckpointError(
@@ -143,7 +144,7 @@ def _flags(reader: ConfigReader, key: str, layers: int) -> list[bool] | None:
 
 
 def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionSpec], list[RopeSpec]]:
-    """Attention of either kind of layer, and both kinds' rotary embeddings."""
+    """The attention specs of both kinds of layer, and their rotary embeddings."""
     reader.only("swa_num_attention_heads", sizes.num_heads)
     width, keys = sizes.head_dim, sizes.num_kv_heads
     head_sizes = {GLOBAL: (width, keys)}
@@ -189,9 +190,8 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
 
 
 def _window(reader: ConfigReader) -> int:
-    """`transformers` has the tokens that a query sees. The authors' `sliding_window_size` is one less: their
-    code for SGLang counts the tokens before the query's own.
-    """
+    """Tokens that a query sees, itself included. The authors' `sliding_window_size` is one less: their code
+    for SGLang counts the tokens before the query."""
     window = reader.integer("sliding_window", WINDOW)
     if reader.has("sliding_window_size") and not reader.is_null("sliding_window_size"):
         window = reader.integer("sliding_window_size") + 1
@@ -228,7 +228,7 @@ def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> li
 
 
 def _check_older(reader: ConfigReader, key: str, value: float) -> None:
-    """Raises CheckpointError where a key of the authors', which `transformers` keeps, says something else."""
+    """Raises CheckpointError if an authors' key, which `transformers` keeps, has another value."""
     if (older := reader.number(key, value)) != value:
         raise CheckpointError(
             f"config.json: {key} is {older:g}, and rope_parameters say {value:g}; {CONFIG_REMEDY}"
@@ -236,7 +236,7 @@ def _check_older(reader: ConfigReader, key: str, value: float) -> None:
 
 
 def _alone(config: ModelConfig) -> ModelConfig:
-    """A model of one layer, whose heads and rotary embedding are the model's."""
+    """A one-layer model with the model's heads and rotary embedding."""
     layer = config.layers[0]
     sizes, attention = config.heads(layer.attention), layer.attention
     return replace(

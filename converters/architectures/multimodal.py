@@ -1,4 +1,4 @@
-"""Checkpoints of several towers: the text model among them is converted, the others are left out."""
+"""Checkpoints with several towers: the text model is converted, the others are left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HARMLESS = frozenset({
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image",
     "vision_start_token_id", "vocab_size",
 })  # fmt: skip
-"""Keys about images, and those that the text model's own config repeats."""
+"""Keys about images, and keys that the text model's config repeats."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ _LLAVA_DEFAULTS = {
         "num_key_value_heads": 32,
     },
 }
-"""What the classes of the text models in `transformers` have where their config says nothing."""
+"""What the text model classes of `transformers` use where their config says nothing."""
 
 
 MULTIMODAL = {
@@ -82,12 +82,12 @@ MULTIMODAL = {
 
 
 def harmless(values: Mapping[str, Any]) -> frozenset[str]:
-    """The keys beside `text_config` that can't change what the text model computes."""
+    """The keys beside `text_config` that can't change the text model."""
     return _HARMLESS & frozenset(values)
 
 
 def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` that the text model would have by itself.
+    """The `config.json` of the text model alone.
 
     Raises UnsupportedModelError for a text model of another family, so for towers within towers too.
     """
@@ -105,7 +105,7 @@ def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def text_tensors(tensors: Tensors) -> Tensors:
-    """The text model's tensors, by the names that they would have by themselves."""
+    """The text model's tensors, by the names that they have without other towers."""
     text = {}
     for name, tensor in tensors.items():
         if name.removeprefix("model.").startswith(OTHER_TOWERS):

@@ -50,14 +50,14 @@ from ondevice.model_config import (
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 MIXERS = ("linear_attention", "full_attention")
 MODULES = {"linear_attention": "mamba.", "full_attention": "self_attn.", "mlp": "mlp.", "moe": "mlp."}
-"""What stands in the place of `mixer.` in a block's names."""
+"""What replaces `mixer.` in the names of each kind of block."""
 DENSE = {f"{module}.up_proj.weight": f"{module}.gate_proj.weight" for module in ("mlp", "mlp.shared_experts")}
-"""An ungated feed-forward's first matrix is its gates' here."""
+"""Names of an ungated feed-forward; its first matrix takes the gates' place."""
 STACKS = {
     "mlp.switch_mlp.fc1.weight": "mlp.switch_mlp.gate_proj.weight",
     "mlp.switch_mlp.fc2.weight": "mlp.switch_mlp.down_proj.weight",
 }
-"""Names of all experts' matrices in folders that MLX has written, and those of other families there."""
+"""Names of all experts' matrices in MLX's folders, and other families' names for them."""
 NAMES = ExpertNames(
     gate="mlp.experts.{}.up_proj.weight",
     down="mlp.experts.{}.down_proj.weight",
@@ -81,7 +81,7 @@ UNUSED_NUMBERS = (
     *("chunk_size", "expand", "num_logits_to_keep", "rope_theta", "partial_rotary_factor"),
     *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
 )
-"""Keys of how models are first made or run, and of a rotary embedding that they haven't."""
+"""Keys of initialisation and of running, and of rotary embedding, which these models don't have."""
 EXPERT_KEYS = (
     *("num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
@@ -89,7 +89,7 @@ EXPERT_KEYS = (
 """Keys without an effect where no block has experts."""
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 Layer = tuple[int, int | None]
-"""Numbers of the blocks that a layer is made of: a mixer or attention, and a feed-forward if it has one."""
+"""The blocks of a layer, by number: a mixer or attention, and a feed-forward or None."""
 
 
 def _read(reader: ConfigReader) -> Description:
@@ -174,7 +174,8 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
 
 
 def _paired(kinds: Sequence[str]) -> list[Layer]:
-    """The layers that blocks make up. Raises UnsupportedModelError for a feed-forward that is in none."""
+    """The layers that the blocks form. Raises UnsupportedModelError for a feed-forward without a mixer before
+    it."""
     pairs: list[Layer] = []
     for block, kind in enumerate(kinds):
         if kind in MIXERS:
@@ -238,7 +239,7 @@ def _adapt(tensors: Tensors, config: ModelConfig, kinds: Sequence[str], layers: 
 
 
 def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
-    """The tensors by the number of their layer and by what their block is. Others keep their names."""
+    """The tensors renamed by layer and kind of block. Others keep their names."""
     places = {}
     for layer, (block, behind) in enumerate(layers):
         places[block] = layer, "input_layernorm."

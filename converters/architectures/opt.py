@@ -30,7 +30,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, NormSpec, RopeSpec
 
 _FIRST_POSITION = 2
-"""Row of the position table that a text's first token has."""
+"""Row of the position table for a text's first token."""
 _DECODER = re.compile(r"(?:model\.)?decoder\.(.+)")
 _NAMES = weights_and_biases(
     {
@@ -48,7 +48,7 @@ _NAMES_BEHIND = _NAMES | weights_and_biases(
         "final_layer_norm": "feed_forward_output_layernorm",
     }
 )
-"""The same of a model whose norms stand behind its blocks."""
+"""Names where norms come after blocks."""
 
 
 def _read(reader: ConfigReader) -> Description:

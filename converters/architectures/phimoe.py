@@ -61,7 +61,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _with_one_magnitude(reader: ConfigReader) -> ConfigReader:
-    """The config with longrope's two magnitudes, of short and of long contexts, as one.
+    """The config with one longrope magnitude for short and long contexts.
 
     Raises UnsupportedModelError where they differ.
     """

@@ -76,12 +76,12 @@ INTERVAL = 4
 ROTATED_SHARE = 0.25
 KINDS = ("linear_attention", "full_attention")
 POSITION_KEYS = ("mrope_section", "mrope_interleaved")
-"""Keys that divide a head's pairs among three positions, which are one and the same in a text."""
+"""Keys that divide a head's pairs among three positions, which are equal in a text."""
 Rows = dict[str, NDArray[np.int64]]
 GATES = ("b", "a")
-"""What betas and decays are made of, in this order."""
+"""The projections of betas and decays, in this order."""
 AHEAD = "mtp."
-"""How names of layers begin that predict tokens further on."""
+"""Prefix of the names of layers that predict tokens further ahead."""
 AHEAD_NAMES = {
     "mtp.layers.0.": "model.layers.0.",
     "mtp.norm.weight": FINAL_NORM,
@@ -93,7 +93,7 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Beginnings of names beside other towers, and in MLX's folders, and what stands in their place."""
+"""Prefixes of names in models with other towers and in MLX's folders, and their replacements."""
 VECTORS = {
     "linear_attn.A_log": "delta.decay_log",
     "linear_attn.dt_bias": "delta.time_bias",
@@ -134,7 +134,7 @@ def _read_moe(reader: ConfigReader) -> Description:
 
 
 def _read(reader: ConfigReader, name: str) -> ModelConfig:
-    """What all of them share: sizes, rotary embedding, and layers without experts."""
+    """What all of them share: sizes, rotary embedding and layers without experts."""
     sizes = read_sizes(reader, max_context=32768, kv_heads=2, head_dim=256)
     reader.only("attention_bias", False)
     reader.only("attn_output_gate", True)
@@ -213,10 +213,10 @@ def _description(reader: ConfigReader, config: ModelConfig) -> Description:
 
 
 def _layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Tensors]:
-    """The layer that predicts one token more, as `Description.ahead` gives it. config: of the whole model.
+    """The layer that predicts one more token, as `Description.ahead` gives it. config: of the model.
 
-    Raises CheckpointError for a folder without it, UnsupportedModelError for one that MLX has written, in
-    which norms may or may not be whole.
+    Raises CheckpointError for a folder without it, UnsupportedModelError for one written by MLX, whose norms
+    may or may not be stored minus one.
     """
     of_layer = {name: it for name, it in tensors.items() if name.startswith(AHEAD)}
     if not of_layer:
@@ -247,14 +247,14 @@ def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _with_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Experts by their names here, one by one or stacked as they are there."""
+    """The tensors, with experts renamed, whether they come one by one or stacked."""
     tensors = unstacked(tensors, config, "mlp.experts.gate_up_proj", NAMES.of("gate", "up"))
     tensors = unstacked(tensors, config, "mlp.experts.down_proj", NAMES.of("down"))
     return join_experts(tensors, config, NAMES)
 
 
 def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Attention's queries and output gates apart: a head's queries stand before its gates."""
+    """The tensors, with attention's queries and output gates split: within a head, queries come first."""
     adapted = dict(tensors)
     rows = np.arange(2 * config.num_heads * config.head_dim).reshape(config.num_heads, 2, -1)
     for layer, spec in enumerate(config.layers):
@@ -271,7 +271,7 @@ def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors of delta rules by their names here. Those that aren't known keep theirs.
+    """The tensors, with those of delta rules renamed; unknown ones keep their names.
 
     Raises CheckpointError where a projection is there twice, by itself and together with others.
     """
@@ -312,25 +312,25 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _projections(delta: DeltaSpec) -> Rows:
-    """The rows of q, k, v and z in a projection that has them side by side for each key head."""
+    """The rows of q, k, v and z in a projection that stores them key head by key head."""
     values = delta.value_heads // delta.key_heads * delta.value_width
     return _of_heads(delta, {"q": delta.key_width, "k": delta.key_width, "v": values, "z": values})
 
 
 def _gates(delta: DeltaSpec) -> Rows:
-    """The rows of b and a in a projection that has them side by side for each key head."""
+    """The rows of b and a in a projection that stores them key head by key head."""
     return _of_heads(delta, dict.fromkeys(GATES, delta.value_heads // delta.key_heads))
 
 
 def _of_heads(delta: DeltaSpec, sizes: Mapping[str, int]) -> Rows:
-    """Rows of parts that lie side by side in each key head. sizes: rows of one head."""
+    """Rows of the parts that each key head stores in sequence. sizes: rows of one head's parts."""
     rows = np.arange(delta.key_heads * sum(sizes.values())).reshape(delta.key_heads, -1)
     edges = np.cumsum(list(sizes.values()))[:-1]
     return {which: part.reshape(-1) for which, part in zip(sizes, np.split(rows, edges, axis=1), strict=True)}
 
 
 def _channels(delta: DeltaSpec) -> Rows:
-    """The rows of q, k and v in a projection that has the queries of all heads, then keys, then values."""
+    """The rows of q, k and v in a projection that stores all queries, then keys, then values."""
     edges = [delta.key_size, 2 * delta.key_size]
     return dict(zip("qkv", np.split(np.arange(delta.channels), edges), strict=True))
 
@@ -343,7 +343,7 @@ PARTS: Mapping[str, Callable[[DeltaSpec], Rows]] = {
     "in_proj_b": lambda delta: {GATES[0]: np.arange(delta.value_heads)},
     "in_proj_a": lambda delta: {GATES[1]: np.arange(delta.value_heads)},
 }
-"""Rows of the parts of a delta rule's projections, of which a checkpoint has the first two or the others."""
+"""Rows of the parts of a delta rule's projections; a checkpoint has the first two or the others."""
 
 
 QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _read_next)

@@ -1,4 +1,4 @@
-"""All families that this converter knows, and the function that reads a `config.json` into a ModelConfig."""
+"""All families that the converter knows, and the functions that read a `config.json`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a parsed `config.json`; raises as `describe`."""
+    """The ModelConfig of a parsed `config.json`. Raises what `describe` raises."""
     return describe(values).config
 
 

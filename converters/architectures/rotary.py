@@ -96,18 +96,18 @@ def _longrope_spec(frequencies: list[float], pairs: int, scaling: RopeScaling) -
 
 
 def _rounded(frequencies: list[float], pairs: int) -> tuple[float, ...]:
-    """As float32 values, behind them a 0 for each of a head's `pairs` that don't turn."""
+    """The frequencies as float32, followed by 0 for each of a head's `pairs` that don't turn."""
     still = [0.0] * (pairs - len(frequencies))
     return tuple(float(np.float32(frequency)) for frequency in (*frequencies, *still))
 
 
 def no_rope(head_dim: int) -> RopeSpec:
-    """No rotary embedding."""
+    """A rotary embedding that turns nothing."""
     return RopeSpec((0.0,) * (head_dim // 2))
 
 
 def base_of(rope: RopeSpec) -> float:
-    """The base, a whole number, of frequencies that aren't scaled. Raises ValueError if they are."""
+    """The base, an integer, of unscaled frequencies. Raises ValueError if they are scaled."""
     head_dim = 2 * len(rope.frequencies)
     base = float(round(rope.frequencies[1] ** (-head_dim / 2))) if head_dim > 2 else 10000.0
     if rope_spec(base, head_dim) != rope:
@@ -203,7 +203,8 @@ def read_section(
 
 
 def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
-    """How frequencies are scaled from a context of `original` tokens to one of `max_context`; None: not."""
+    """The scaling of frequencies from a context of `original` tokens to one of `max_context`; None for
+    none."""
     if original < 1:
         raise CheckpointError(
             f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
@@ -297,7 +298,7 @@ def _linear(frequency: float, pair: int, theta: float, rotated: int, scaling: Ro
 
 
 def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
-    """Divided where the wavelength is long, as Llama 3.1 does."""
+    """A frequency scaled as in Llama 3.1: divided where the wavelength is long."""
     wavelength = 2.0 * math.pi / frequency
     low_wavelength = scaling.original_max_context / scaling.low_freq_factor
     high_wavelength = scaling.original_max_context / scaling.high_freq_factor
@@ -312,10 +313,11 @@ def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: Ro
 
 
 def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
-    """Between divided and as it was, by how often the pair turns in the original context."""
+    """A frequency scaled by yarn: between divided and unchanged, by how often the pair turns in the original
+    context."""
 
     def pair_with(turns: float) -> float:
-        """The pair, not a whole one, that turns so often in the original context."""
+        """The fractional index of the pair that turns `turns` times in the original context."""
         wavelengths = scaling.original_max_context / (turns * 2.0 * math.pi)
         return rotated * math.log(wavelengths) / (2.0 * math.log(theta))
 

@@ -19,9 +19,9 @@ FINAL_NORM_BIAS = "model.norm.bias"
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
 POSITIONS = "model.embed_positions.weight"
-"""A row for each position, the first for that of a text's first token."""
+"""A row for each position, beginning with that of a text's first token."""
 PER_LAYER = "model.embed_tokens_per_layer.weight"
-"""A token's row of per-layer inputs, of all layers side by side."""
+"""Rows of per-layer inputs, all layers of a token in sequence."""
 
 NormName = Literal["attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm"]
 NORM_NAMES: tuple[NormName, ...] = get_args(NormName)
@@ -106,12 +106,12 @@ class LayerNames:
 
 
 def expert_matrices(spec: LayerSpec) -> tuple[str, ...]:
-    """An expert's matrices, in the order of its record."""
+    """Names of an expert's matrices, in the order of its record."""
     return ("gate", "up", "down") if spec.feed_forward.gated else ("gate", "down")
 
 
 def expert_shapes(name: LayerNames, spec: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer's experts, which are stored as matrices, by their names here."""
+    """Shapes of a layer's expert tensors, stored as matrices, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     assert spec.experts is not None
     inner = spec.experts.neurons
@@ -125,12 +125,12 @@ def expert_shapes(name: LayerNames, spec: LayerSpec, hidden: int) -> dict[str, t
 
 
 def model_weight(name: str) -> str:
-    """A weight of `model_weight_shapes`, by its name there."""
+    """Name of a weight of `model_weight_shapes`."""
     return f"model.{name}"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by its name here."""
+    """Shape of every tensor of a model, by name."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.embedding_size)}
     if config.learned_positions:

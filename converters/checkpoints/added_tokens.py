@@ -18,7 +18,7 @@ ADDED_TOKENS = "added_tokens.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 _TEXT_SCORE = -1.0
-"""Score of added pieces that are text. It isn't 0: the runtime takes pieces of score 0 to steer the model."""
+"""Score of added text pieces. Not 0, because the runtime takes pieces of score 0 for control tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def declared_tokens(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple
 
 
 def special_texts(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:
-    """Texts of the tokens that steer the model and aren't part of its text."""
+    """Texts of the added tokens that control the model and aren't text."""
     texts = [entry.get("content") for entry in _decoder(settings).values() if entry.get("special") is True]
     for source in (settings, folder.optional_json(SPECIAL_TOKENS)):
         for name, value in source.items():

@@ -24,7 +24,7 @@ from ondevice.errors import CheckpointError, reading_failed
 from ondevice.model_config import ModelConfig
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""How names of files end that may be pickles, which can run code when they are opened, so they never are."""
+"""Suffixes of files that may be pickles. Opening a pickle can run code, so they never are opened."""
 
 StoredType = Literal["F32", "F16", "BF16"]
 NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
@@ -35,7 +35,7 @@ NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
 
 
 _MIN_AHEAD, _MAX_AHEAD = 256 << 10, 4 << 20
-"""After a read of at least the first, in bytes, the system reads on by as many, by at most the second."""
+"""Bytes of a read after which the system reads ahead as much again, and the most that it reads ahead."""
 
 
 class SourceFile:
@@ -80,7 +80,7 @@ class SourceFile:
             raise CheckpointError(f"reading {self.path} failed: {error.strerror}") from error
 
     def _read_ahead(self, offset: int, nbytes: int) -> None:
-        """Have the system read on, as far as was just read: the next block of a tensor, most often."""
+        """Ask the system to read ahead as much as was just read, most often a tensor's next block."""
         if nbytes >= _MIN_AHEAD and hasattr(os, "posix_fadvise"):
             nbytes = min(nbytes, _MAX_AHEAD)
             with suppress(OSError):
@@ -98,17 +98,17 @@ class SourceFile:
             self.read_into(offset + row * stride, out[row])
 
     def sample(self, offset: int, nbytes: int) -> bytes:
-        """Some bytes that tell the content at byte `offset` from others: `nbytes` of it, or a hash's."""
+        """`nbytes` bytes, or a hash, that distinguish the content at byte `offset` from others."""
         return self.read(offset, nbytes)
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
-        """Tell which bytes [start, stop) are which tensor's. A file that isn't on a disk plans reads by it.
+        """Declare which bytes [start, stop) belong to which tensor, so that a remote file can plan its reads.
 
         This one needs no plan.
         """
 
     def interrupt(self) -> None:
-        """Make reads on other threads end soon, with an error. They end soon by themselves from a disk."""
+        """End reads of other threads soon, with an error. Reads from a disk end by themselves."""
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -140,17 +140,17 @@ class SourceTensor(Protocol):
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes that all its values take as `rows` gives them, by which blocks are measured."""
+        """Bytes of all its values in the types of `rows`, by which blocks are sized."""
         ...
 
     @property
     def code_bits(self) -> int:
-        """Bits of a weight's code, or 0 for plain floating-point values."""
+        """Bits of a code; 0 for floating-point values."""
         ...
 
     @property
     def row_unit(self) -> int:
-        """Rows that are stored in another order, such as heads: blocks of whole units are read once."""
+        """Rows that are reordered together, such as a head's; blocks of whole units are read once."""
         ...
 
     @property
@@ -168,16 +168,16 @@ class SourceTensor(Protocol):
 
     @property
     def code_format(self) -> RowFormat | None:
-        """The narrowest format that holds its codes as they are, or None."""
+        """The narrowest row format that holds its codes unchanged, or None."""
         ...
 
     @property
     def tile_format(self) -> RowFormat | None:
-        """The format of tiles that holds its values exactly; `code_format` where tiles hold no more."""
+        """The tile format that holds its values exactly; `code_format` where tiles hold no more."""
         ...
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """The codes of rows [start, stop) in the format `stored`, or None where these can't be kept.
+        """The codes of rows [start, stop) in the format `stored`, or None where they can't be kept.
 
         None is the answer for the whole tensor: it doesn't depend on the rows. No row is read if `stop` is
         `start`.
@@ -185,7 +185,7 @@ class SourceTensor(Protocol):
         ...
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
-        """Columns [start, stop) to be rounded to `stored` without being decoded first, or None.
+        """Columns [start, stop), ready to be rounded to `stored` without decoding first, or None.
 
         None is the answer for the whole tensor. No column is read if `stop` is `start`.
         """
@@ -196,7 +196,7 @@ class SourceTensor(Protocol):
         ...
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        """Up to `nbytes` of its bytes as stored, from byte `start` on. They tell it from other tensors."""
+        """Up to `nbytes` stored bytes from byte `start` on, which distinguish it from other tensors."""
         ...
 
 
@@ -294,12 +294,12 @@ def in_halves(rows: Weights, head_dim: int) -> Weights:
 
 
 def printable(name: str) -> str:
-    """The name of a file or folder, changed where a manifest can't hold it."""
+    """The name of a file or folder, with characters replaced that a manifest can't hold."""
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
 
 
 def plain(name: str) -> str:
-    """A name from a checkpoint as a short piece of ASCII for a message."""
+    """A name from a checkpoint as short ASCII for a message."""
     return ascii(name[:80])[1:-1][:80]
 
 
@@ -309,7 +309,7 @@ def some_of(names: list[str]) -> str:
 
 
 def not_finite(tensor: SourceTensor) -> CheckpointError:
-    """The error of a vector that holds NaN or infinity."""
+    """The error for a vector with NaN or infinity."""
     return CheckpointError(
         f"{tensor.files[0].path.name}: {tensor.name} holds NaN or infinity; the checkpoint is damaged, "
         "download it again"
@@ -338,7 +338,7 @@ class Checkpoint:
     tokenizer: TokenizerFiles
     generation: Mapping[str, float]
     notes: tuple[str, ...] = ()
-    """What a user should know of what was left out."""
+    """Notes for users about what was left out."""
 
     @property
     def source_files(self) -> list[SourceFile]:

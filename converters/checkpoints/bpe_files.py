@@ -15,7 +15,7 @@ from ondevice.tokenizer.base import valid_unicode
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast")
-"""Classes that split a text as GPT-2 does; others with such files don't."""
+"""Tokenizer classes that split a text as GPT-2 does; others with these two files don't."""
 _MAX_BYTES = MAX_BLOB_BYTES[TOKENIZER_FILES["tokenizers"]]
 
 
@@ -31,7 +31,7 @@ def has_bpe_files(folder: SourceFolder, settings: dict[str, Any], config: dict[s
 
 
 def bpe_files_json(folder: SourceFolder, settings: dict[str, Any]) -> bytes:
-    """Both files, and the tokens that others add, as a `tokenizer.json`.
+    """A `tokenizer.json` of both files and the added tokens.
 
     Raises CheckpointError for files that are damaged.
     """

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` of byte-pair encoding, from tokens, merges and rules that are stored otherwise."""
+"""Makes a `tokenizer.json` of byte-pair encoding from tokens, merges and rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bpe_json(
     added: Iterable[tuple[int, str, bool]],
     rules: Mapping[str, Any],
 ) -> bytes:
-    """The file.
+    """A `tokenizer.json`.
 
     Args:
         vocabulary: ids by token.
@@ -50,7 +50,7 @@ def bpe_json(
 
 
 def byte_level(splitting: Splitting) -> dict[str, Any]:
-    """The rules of byte-level BPE."""
+    """The rules of byte-level BPE, as sections of a `tokenizer.json`."""
     model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.whole_tokens}
     return {
         "normalizer": splitting.normalizer,

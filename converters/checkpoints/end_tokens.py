@@ -1,4 +1,4 @@
-"""Tokens that end a text or a turn though nothing but their names and a chat template's use of them says so.
+"""Tokens that end a text or a turn, recognised by their names and by a chat template's use of them.
 
 Files often name one such token, the text's end, or mark the end of a turn as if it were text.
 """
@@ -12,27 +12,28 @@ ENDS = frozenset((
     "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<turn|>", "<|tool_response>",
     "<end_of_utterance>", "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's own bars
 ))  # fmt: skip
-"""Names that no text has: whatever type a file gives such a token, it ends a turn."""
+"""Names that no plain text contains: such a token ends a turn, whatever its type."""
 PLAIN_ENDS = frozenset(("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["))
-"""Names that a text may have, as HTML has `</s>`: they end a turn as control tokens, or in a template."""
+"""Names that plain text may contain, such as HTML's `</s>`: they end a turn if they are control tokens or in
+a template."""
 FILE_ENDS = frozenset((
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>",
     "<|file_sep|>",
 ))  # fmt: skip
-"""Names of what stands between files in a code model's training: beyond them, another file begins."""
+"""Names of separators between files in a code model's training; after them another file begins."""
 MIDDLE_MARKS = frozenset((
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<|code_prefix|>",  # noqa: RUF001
     "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<|code_suffix|>",  # noqa: RUF001
     "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<|code_middle|>",  # noqa: RUF001
 ))  # fmt: skip
-"""Names of marks around what is filled in: they steer a model, whatever type a file gives them."""
+"""Names of infill marks: they control a model, whatever type a file gives them."""
 MESSAGE_END = "<|end|>"
 _GOING_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|call|>"), ("<|flush|>", "<|calls|>"))
-"""Pairs of names of models where `<|end|>` ends a message, and others of the same turn may follow."""
+"""Pairs of names in vocabularies where `<|end|>` ends a message and other messages of the turn may follow."""
 
 
 def ending_names(names: Iterable[str], control: Container[str], template: str) -> set[str]:
-    """The names among `names`, of a vocabulary's tokens, that end a text or a turn.
+    """Those of `names`, a vocabulary's tokens, that end a text or a turn.
 
     control: the names of control tokens. template: the chat template; empty for none.
     """
@@ -45,7 +46,7 @@ def ending_names(names: Iterable[str], control: Container[str], template: str) -
 
 
 def template_ends(template: str, lookup: Callable[[str], int | None]) -> list[int]:
-    """Ids of the tokens by whose names a chat template ends a turn. lookup: the id of a token's name."""
+    """Ids of the tokens with which a chat template ends a turn. lookup: the id of a token's name."""
     used = [name for name in sorted(ENDS | PLAIN_ENDS) if name in template]
     ids = {name: token for name in used if (token := lookup(name)) is not None}
     if messages_go_on(ids):
@@ -54,5 +55,5 @@ def template_ends(template: str, lookup: Callable[[str], int | None]) -> list[in
 
 
 def messages_go_on(names: Container[str]) -> bool:
-    """Whether `<|end|>` ends a message only, in a vocabulary of these names."""
+    """Whether `<|end|>` ends only a message in a vocabulary with these names."""
     return any(first in names and second in names for first, second in _GOING_ON)

@@ -35,7 +35,7 @@ _HARMLESS = frozenset(
         "dequantize",
     )
 )
-"""Keys that tensors themselves tell, or that say how the weights are run elsewhere."""
+"""Keys that the tensors imply, or that say how weights are run elsewhere."""
 
 
 def read_fp8(values: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -70,7 +70,7 @@ def _is_block(block: Any) -> TypeGuard[list[int]]:
 
 
 def scaled_tensors(tensors: Mapping[str, RawTensor], block: tuple[int, int]) -> dict[str, SourceTensor]:
-    """The tensors of a folder by name, codes and their scales made one.
+    """The tensors of a folder by name, each matrix of codes joined with its scales.
 
     Raises CheckpointError for codes and scales that don't belong together.
     """
@@ -99,7 +99,7 @@ def _scaled(codes: RawTensor, tensors: Mapping[str, RawTensor], block: tuple[int
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix of 8-bit floats, each times the scale of its block: a `SourceTensor` of float32 values.
+    """A matrix of 8-bit floats, each multiplied by its block's scale: a `SourceTensor` of float32 values.
 
     codes: (R, C) E4M3. scales: (ceil(R / rows of a block), ceil(C / columns of a block)) float32.
     """
@@ -181,7 +181,7 @@ class Fp8Tensor:
 
 @cache
 def values_of_codes() -> NDArray[np.float32]:
-    """The value of each byte as E4M3: a sign, 4 bits of an exponent less 7, and 3 bits of a fraction.
+    """The value of each byte as E4M3: a sign, a 4-bit exponent minus 7 and a 3-bit fraction.
 
     There are no infinities; 0x7f and 0xff are NaN (arXiv 2209.05433, table 1).
     """

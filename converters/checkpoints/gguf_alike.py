@@ -1,4 +1,4 @@
-"""Architectures that compute what another family does, and kinds of files that hold no such model."""
+"""Architectures that compute what another family does, and kinds of files that hold no text model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ OTHER_KINDS = {
     "a model of sound": ("wavtokenizer-dec", "qwen3tts", "pockettts"),
     "a recurrent model without attention": ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
 }  # fmt: skip
-"""What architectures are that no family here could have, by llama.cpp's names of them."""
+"""What an architecture is that no family here could have, by llama.cpp's name of it."""
 
 
 def mistral3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Mistral 3's and Ministral 3's, whose queries grow beyond the original context: texts end before."""
+    """The keys of Mistral 3 and Ministral 3, whose queries grow beyond the original context: texts end before
+    it."""
     scaling = values["rope_scaling"]
     config: dict[str, Any] = {"sliding_window": None}
     if (multiplier := metadata.number(_LOG_MULTIPLIER, 0.0)) > 0.0:
@@ -58,14 +59,14 @@ def mistral3_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def minicpm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Granite's multipliers, all of them said: older files have others without a word."""
+    """Granite's multipliers, all of them required: older files have other values without saying so."""
     for key in ("embedding_scale", "residual_scale", "logit_scale"):
         metadata.number(key)
     return granite_keys(metadata, values)
 
 
 def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The 7B's. The 13B adds what grows with distance to its scores (ALiBi), and no key says so."""
+    """The keys of the 7B. The 13B adds to its scores what grows with distance (ALiBi), and no key says so."""
     if (layers := values["num_hidden_layers"]) != _BAICHUAN_LAYERS:
         raise UnsupportedModelError(
             f"{metadata.header.file} is a Baichuan of {layers} layers; only the 7B, of {_BAICHUAN_LAYERS}, "
@@ -75,7 +76,7 @@ def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def text_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """No config values: it reads the keys by which a vision model places pictures.
+    """No config values; it reads the keys by which a vision model places pictures.
 
     A text has one position in place of a picture's three, and no picture is added to its layers.
     """
@@ -89,5 +90,5 @@ def text_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def other_kind(architecture: str) -> str:
-    """What an architecture is that can't be a family here; empty for one that could."""
+    """What an architecture is that can't be a family here; empty for one that can."""
     return next((kind for kind, names in OTHER_KINDS.items() if architecture in names), "")

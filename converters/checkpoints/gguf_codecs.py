@@ -1,4 +1,4 @@
-"""Values of GGUF's quantised types: blocks of bytes become float32.
+"""Decodes GGUF's quantised types: blocks of bytes become float32 values.
 
 A row of a matrix is stored in blocks of 32 or 256 values, each with scales of its own. Legend: n blocks; q
 code of a value; d, m float16 scale and offset of a block; sc, mn integer scales and offsets of its groups.
@@ -21,12 +21,12 @@ from ondevice.config import TILE_FORMATS as FORMATS_OF_TILES
 Bytes: TypeAlias = NDArray[np.uint8]
 Float32: TypeAlias = NDArray[np.float32]
 Decoder: TypeAlias = Callable[[Bytes, Float32], None]
-"""Fills (n, values of a block) float32 from (n, bytes of a block)."""
+"""A function that fills (n, values of a block) float32 from (n, bytes of a block)."""
 
 _FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 """Twice the values of 4-bit floating point (E2M1), by code."""
 _CHUNK_VALUES = 1 << 15
-"""Values that are decoded together: few enough that the steps' arrays stay in a processor's second cache."""
+"""Values decoded at a time: few enough that the arrays of all steps stay in the second-level cache."""
 
 
 def decode(kind: str, blocks: Bytes, out: Float32) -> None:
@@ -45,7 +45,7 @@ def _half(blocks: Bytes, offset: int) -> Float32:
 
 
 def _nibbles(packed: Bytes, group: int) -> Bytes:
-    """(n, 2B) codes of B bytes. In each stretch of `group` bytes, low nibbles come first, then the high
+    """(n, 2B) codes of B bytes. Each stretch of `group` bytes gives its low nibbles first, then the high
     ones."""
     stretches = packed.reshape(len(packed), -1, 1, group)
     codes = np.empty((len(packed), stretches.shape[1], 2, group), dtype=np.uint8)
@@ -55,7 +55,7 @@ def _nibbles(packed: Bytes, group: int) -> Bytes:
 
 
 def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
-    """(n, 4B) codes of B bytes. In each stretch of bytes, the lowest two bits come first, then the next
+    """(n, 4B) 2-bit codes of B bytes. Each stretch of bytes gives its lowest two bits first, then the next
     two."""
     stretches = packed.reshape(len(packed), -1, 1, stretch)
     shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
@@ -64,7 +64,7 @@ def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
 
 
 def _bits(packed: Bytes, stretch: int) -> Bytes:
-    """(n, 8B) bits of B bytes. In each stretch of bytes, the lowest bits come first."""
+    """(n, 8B) bits of B bytes. Each stretch of bytes gives its lowest bits first."""
     stretches = packed.reshape(len(packed), -1, 1, stretch)
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
     bits: Bytes = (stretches >> shifts) & np.uint8(1)
@@ -205,7 +205,7 @@ DECODERS: dict[str, Decoder] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-"""By the type's name. The values of other types aren't known here."""
+"""Decoders by type name. Values of other types can't be decoded."""
 
 
 CODE_FORMATS: dict[str, RowFormat] = {
@@ -218,9 +218,9 @@ CODE_FORMATS: dict[str, RowFormat] = {
     "Q8_0": RowFormat(8, 32, "symmetric"),
     "MXFP4": MXFP4,
 }
-"""By the type's name, the narrowest format of rows that holds its codes; what isn't here is rounded."""
+"""The narrowest row format that holds a type's codes; types without one are rounded."""
 
 TILE_FORMATS: dict[str, RowFormat] = dict(
     zip(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"), FORMATS_OF_TILES, strict=True)
 )
-"""By the type's name, the format of tiles that holds its values exactly where no rows do."""
+"""The tile format that holds a type's values exactly, where no row format does."""

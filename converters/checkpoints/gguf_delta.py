@@ -1,5 +1,4 @@
-"""Models with gated delta rules in GGUF files: the values of their keys in a `config.json`, and their tensors
-as a checkpoint has them.
+"""Models with gated delta rules in GGUF files: their `config.json` values and their tensors.
 
 Files hold decays, -exp(A_log), where checkpoints have `A_log`. Qwen3.5's files also have the value heads of a
 layer in another order: first the first one of every key head, then the second one of every key head.
@@ -50,11 +49,11 @@ DELTA_NAMES = {
     "ssm_out": "linear_attn.out_proj",
     **{f"nextn.{name}": f"nextn.{name}" for name in AHEAD},
 }
-"""Names of a block's tensors beside a `config.json`, by those in GGUF files. `ssm_in` is of older files."""
+"""Names of a block's tensors in a checkpoint, by those in GGUF files. `ssm_in` occurs in older files."""
 
 
 def heads_with_states(metadata: Metadata) -> tuple[int, int]:
-    """Number of heads that have a state, and the width of all together. Raises CheckpointError."""
+    """Number of heads that have a state, and the width of all of them. Raises CheckpointError."""
     heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if heads < 1 or inner % heads:
         raise CheckpointError(
@@ -93,8 +92,8 @@ def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Beside delta rules, experts. Files don't say that weights are divided by their sum, as those of all
-    published models are."""
+    """The keys of delta rules and of experts. Files don't say that weights are divided by their sum, as in
+    all published models."""
     keys = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
     return {**keys, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
 
@@ -105,7 +104,7 @@ def restored_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_delta_in_turn(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Qwen3.5's tensors, whose value heads are stored in another order."""
+    """Qwen3.5's tensors, whose files store value heads in another order."""
     return _restored(tensors, config, in_turn=True)
 
 
@@ -126,7 +125,7 @@ def _restored(tensors: Tensors, config: ModelConfig, in_turn: bool) -> Tensors:
 
 
 def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: DeltaSpec) -> None:
-    """Put value heads back in the order of their key heads, in the tensors that begin with `prefix`."""
+    """Reorder value heads to that of their key heads, in the tensors whose names begin with `prefix`."""
     heads = np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1)
     width = delta.value_width
     values = (heads[:, None] * width + np.arange(width)).reshape(-1)
@@ -163,7 +162,7 @@ def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: D
 
 @dataclass(frozen=True)
 class DecayLogs(ComputedView):
-    """`A_log` of a vector that holds -exp(A_log), rounded to float32 from float64.
+    """`A_log`, computed from a stored vector -exp(A_log) in float64 and rounded to float32.
 
     The exponential of a logarithm that was rounded gives the decay within a unit of its last place.
     """

@@ -1,5 +1,4 @@
-"""Mixtures of experts in GGUF files: the values of their keys in a `config.json`, and the names of their
-tensors.
+"""Mixtures of experts in GGUF files: their `config.json` values and the names of their tensors.
 
 A layer's experts are merged there, (experts, rows, columns), in a tensor each of gates, ups and downs, or of
 gates above ups and of downs. Files from before April 2024 hold them one by one.
@@ -30,7 +29,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 GATING = {1: "softmax", 2: "sigmoid"}
-"""Values of `expert_gating_func`; 0, or none, is a family's own."""
+"""Scoring functions by value of `expert_gating_func`; 0, or no value, means the family's."""
 EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "qwen3_moe": QWEN_NAMES,
     "olmoe": QWEN_NAMES,
@@ -51,7 +50,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "nemotron_h": NEMOTRON_H_NAMES,
     "mimo_v2_flash": GLM4_NAMES,
 }
-"""Names beside a `config.json`, by `model_type`, of families whose experts GGUF files can hold."""
+"""Names of expert tensors in a checkpoint, by `model_type`, for families that GGUF files can hold."""
 _NEUTRAL: Mapping[str, float] = {
     "expert_weights_scale": 1,
     "expert_group_count": 1,
@@ -60,14 +59,14 @@ _NEUTRAL: Mapping[str, float] = {
     "expert_shared_count": 0,
     "expert_shared_feed_forward_length": 0,
 }
-"""Keys of few families, by the values that change nothing."""
+"""Keys of single families, and the values with which they change nothing."""
 _MATRICES = ("gate", "up", "down")
 AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
-"""Tensors of layers that predict tokens ahead, which are left out."""
+"""Tensors of layers that predict tokens ahead; they are left out."""
 
 
 def expert_blocks(model_type: str) -> dict[str, str]:
-    """Names of a block's experts beside a `config.json`, by those in GGUF files; `.weight` follows.
+    """Names of a block's expert tensors in a checkpoint, by those in GGUF files, without `.weight`.
 
     Merged tensors have the names of an expert's, without its number. Where there is one, it is `{}` in both.
     """
@@ -91,7 +90,8 @@ def _gates_and_ups(names: ExpertNames) -> str:
 
 
 def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Each expert's matrices by themselves, and the shared expert's gate as a matrix of one row.
+    """The tensors, with each expert's matrices split from their stack and the shared expert's gate as a
+    one-row matrix.
 
     Raises CheckpointError for experts that are missing, or have other shapes.
     """
@@ -118,7 +118,7 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Experts by themselves, and sinks by the name that they have beside a `config.json`."""
+    """gpt-oss's tensors, with experts split and sinks renamed as in a checkpoint."""
     restored = dict(restored_experts(tensors, config))
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.self_attn.sinks"
@@ -128,7 +128,8 @@ def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
-    """Each layer's merged biases, (experts, rows), as each expert's own. `{}` in `name` is its number."""
+    """The tensors, with each layer's stacked biases, (experts, rows), split. `{}` in `name` is an expert's
+    number."""
     restored = dict(tensors)
     for layer, spec in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
@@ -149,7 +150,8 @@ def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 
 def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
-    """Raises CheckpointError where a layer has no `gate`, `up` or `down` of experts in any form."""
+    """Raises CheckpointError unless each layer has its experts' `gate`, `up` or `down`, stacked or one by
+    one."""
     names = EXPERT_NAMES[config.architecture]
     for layer, spec in enumerate(config.layers):
         known = (names.merged(which), *names.of(which)(0))
@@ -161,7 +163,8 @@ def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
 
 
 def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: str) -> None:
-    """Raises CheckpointError where a layer's tensor `merged`, in files `stored`, is of another shape."""
+    """Raises CheckpointError unless a layer's stack `merged`, named `stored` in files, has the right
+    shape."""
     for layer, spec in enumerate(config.layers):
         stack = tensors.get(f"model.layers.{layer}.{merged}")
         if spec.experts is None or stack is None:
@@ -179,7 +182,7 @@ def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: st
 def expert_keys(
     metadata: Metadata, count: str, neurons: int, *read_keys: str, gating: str = "softmax"
 ) -> Values:
-    """The number of experts, under the key `count`, and of chosen ones.
+    """The number of experts, under the key `count`, and of chosen ones, as `config.json` values.
 
     neurons: of one expert, if the family has no key for it. read_keys: keys that the family reads by itself.
     gating: its function.
@@ -221,7 +224,7 @@ def olmoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files don't say that weights are divided by their sum, as those of all published models are."""
+    """Qwen3-MoE's keys. Files don't say that weights are divided by their sum, as in all published models."""
     return {
         **expert_keys(metadata, "num_experts", 0, "expert_feed_forward_length"),
         "moe_intermediate_size": _neurons(metadata, values),
@@ -240,7 +243,8 @@ def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _neurons(metadata: Metadata, values: Values) -> int:
-    """An expert's neurons. Older files lack them; the chosen ones have those of a dense layer together."""
+    """Number of an expert's neurons. Older files lack it; a token's experts then have a dense layer's neurons
+    together."""
     used = max(1, metadata.integer("expert_used_count"))
     return metadata.integer("expert_feed_forward_length", values["intermediate_size"] // used)
 
@@ -255,13 +259,14 @@ def mixtral_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def granitemoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Beside the keys of a Granite without experts."""
+    """Granite-MoE's keys: those of Granite, and of experts."""
     always_renormalised(metadata)
     return {**expert_keys(metadata, "num_local_experts", values["intermediate_size"])}
 
 
 def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Beside the keys of a Phi-3. Files have nothing of sparsemixer, whose jitter is that of all models."""
+    """Phi-3.5-MoE's keys: those of Phi-3, and of experts. The sparsemixer's jitter isn't in files; it is the
+    same in all models."""
     always_renormalised(metadata)
     return {
         **expert_keys(metadata, "num_local_experts", values["intermediate_size"]),
@@ -270,7 +275,7 @@ def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Beside the keys of a Gemma 4; none of a model without experts."""
+    """The keys of Gemma 4's experts; none for a model without experts."""
     if not metadata.integer("expert_count", 0) and not metadata.integer("expert_used_count", 0):
         return {}
     always_renormalised(metadata)
@@ -285,9 +290,8 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files have nothing of the activation's constants, which are those of all models, and nothing of yarn's
-    range, which isn't widened to whole pairs.
-    """
+    """gpt-oss's keys. The activation's constants aren't in files and are the same in all models; yarn's range
+    isn't widened to whole pairs."""
     scaling = values["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
         scaling = {**scaling, "truncate": False}
@@ -300,7 +304,7 @@ def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files don't say that weights are divided by their sum, as those of all published models are."""
+    """LFM2-MoE's keys. Files don't say that weights are divided by their sum, as in all published models."""
     read_keys = ("expert_feed_forward_length", "leading_dense_block_count", "expert_weights_scale")
     return {
         **conv_keys(metadata, values),
@@ -314,7 +318,7 @@ def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def layers_ahead(metadata: Metadata, values: Values) -> int:
-    """How many of a file's last layers predict tokens ahead. Raises CheckpointError if all do."""
+    """How many of the last layers predict tokens ahead. Raises CheckpointError if all do."""
     ahead = metadata.integer("nextn_predict_layers", 0)
     if not 0 <= ahead < values["num_hidden_layers"]:
         raise CheckpointError(
@@ -346,7 +350,7 @@ def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") ->
 
 
 def _shared(metadata: Metadata) -> int:
-    """Shared experts, each as large as the others."""
+    """Number of shared experts, each as large as the others."""
     count, neurons = (
         metadata.integer("expert_shared_count", 0),
         metadata.integer("expert_feed_forward_length"),

@@ -1,5 +1,5 @@
-"""Families of models as GGUF files have them: the keys that only they have, the names of their tensors, and
-what llama.cpp's converter does to tensors before it writes them.
+"""Model families as GGUF files describe them: their keys, tensor names, and how llama.cpp's converter changes
+tensors.
 
 The values of a family's keys become those of the `config.json` that the model was made from, and its tensors
 get the names that they have beside that, so that `converters/architectures` describes each family once.
@@ -91,9 +91,11 @@ from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors that rotary frequencies are divided by, for texts beyond the original context and within it."""
+"""Names of the tensors by which rotary frequencies are divided: beyond the original context, and within it.
+"""
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Hugging Face's names of tensors outside the blocks, by those in files; `.weight` or `.bias` follows."""
+"""Hugging Face's names of tensors outside the blocks, by those in GGUF files, without `.weight` or `.bias`.
+"""
 BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -109,7 +111,7 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""The same of a block's tensors, where a family has no names of its own."""
+"""The same for a block's tensors, unless a family has names of its own."""
 _UNGATED = {"ffn_up": "mlp.gate_proj"}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj"}
 _FUSED_GATES = {"ffn_up": "mlp.gate_up_proj"}
@@ -121,7 +123,7 @@ _GEMMA2_NAMES = {
 
 
 Keys = Callable[[Metadata, Values], dict[str, Any]]
-"""Gives a family's own values, of the metadata and the values so far."""
+"""A function from the metadata and the values so far to a family's own `config.json` values."""
 
 
 def _no_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _longrope_magnitude(context: int, original: int) -> float:
-    """What longrope's cosines and sines are multiplied by unless a model says so."""
+    """Longrope's factor of cosines and sines, unless a model has its own."""
     if not 1 < original < context:
         return 1.0
     return math.sqrt(1.0 + math.log(context / original) / math.log(original))
@@ -226,7 +228,7 @@ def _granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _stablelm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Older files say that blocks stand side by side where they don't; their norms tell."""
+    """StableLM's keys. Older files wrongly say that blocks are parallel; the norms tell whether they are."""
     metadata.boolean("use_parallel_residual", True)
     return {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in metadata.stored,
@@ -252,7 +254,7 @@ def _nemotron_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _less_one(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Norms as a checkpoint stores them, less one.
+    """The tensors, with norms minus one, as a checkpoint stores them.
 
     What is added again later gives the stored weights to the bit if these are float32 numbers plus one.
     """
@@ -260,7 +262,7 @@ def _less_one(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Where there are two norms, the first is the feed-forward's."""
+    """Falcon's tensors; where a layer has two norms, the first is the feed-forward's."""
     restored = dict(split_attention(tensors, config))
     for layer in range(config.num_layers):
         name = LayerNames(layer)
@@ -273,7 +275,7 @@ def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Norms of each head, which are stored as rows, one after the other."""
+    """The tensors, with norms of each head flattened from rows."""
     restored = dict(tensors)
     for layer in range(config.num_layers):
         for which in "qk":
@@ -291,7 +293,7 @@ def _with_experts(model_type: str, keys: Keys, **options: Any) -> GgufFamily:
 
 
 def _joint(*parts: Keys) -> Keys:
-    """The keys of all `parts`."""
+    """A `Keys` that joins the values of all `parts`."""
 
     def keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         return {key: value for part in parts for key, value in part(metadata, values).items()}
@@ -354,7 +356,7 @@ _LIKE_OTHERS = {
     "qwen3vl": GgufFamily("qwen3", keys=text_keys, notes=text_notes),
     "qwen3vlmoe": _with_experts("qwen3_moe", _joint(qwen3moe_keys, text_keys), notes=text_notes),
 }
-"""Architectures that compute what a family of another name does."""
+"""Architectures that compute what a family of another name computes."""
 GGUF_FAMILIES = {
     **_LIKE_OTHERS,
     "llama": _LLAMA,
@@ -524,8 +526,7 @@ GGUF_FAMILIES = {
         restore=restored_gpt_oss,
     ),
 }
-"""By the value of `general.architecture`. A family joins with a line here when `converters/architectures`
-reads its config.
+"""Families by value of `general.architecture`.
 
 Mistral's models say llama, and are marked by a sliding window where the file has one; Mixtral's too, which
 have experts.

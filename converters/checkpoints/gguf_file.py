@@ -23,7 +23,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 MAX_HEADER_BYTES = 64 << 20
 """Most bytes of a header. A vocabulary of 256,000 tokens with 500,000 merges takes 20 MB."""
 MAX_ITEMS = 1 << 21
-"""Most items of all arrays of a header together."""
+"""Most items in all arrays of a header."""
 MAX_PAIRS = 1 << 12
 MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 1024
@@ -35,17 +35,17 @@ VERSIONS = (2, 3)
 
 Array: TypeAlias = "list[bytes] | NDArray[Any]"
 Value: TypeAlias = "bool | int | float | bytes | Array"
-"""A metadata value. Strings are bytes as stored, which needn't be UTF-8."""
+"""A metadata value. Strings are stored bytes, which needn't be UTF-8."""
 
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8",
     12: "<f8",
 }  # fmt: skip
-"""Numpy's types of the metadata types that are single numbers, by their number in the format."""
+"""Numpy types of metadata types that are single numbers, by type number."""
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-"""Bytes that are read first. Then as many come as half of what there is, as each read may be a request."""
+"""Bytes of the first read. Each further read is half of what is already there, as each may be a request."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the file. shape: as numpy has it, rows first. offset: from the start of the file."""
+    """A tensor of the file. shape: as in numpy, rows first. offset: from the start of the file."""
 
     type: TensorType
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A vetted header: metadata by key, and the tensors by name, all of which lie inside the file.
+    """A checked header: metadata by key, and tensors by name, all of which lie inside the file.
 
     file: the file's name, for messages.
     """
@@ -192,7 +192,8 @@ def read_header(file: SourceFile) -> GgufHeader:
 
 
 def _placed(reader: _HeaderReader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
-    """The entries with offsets from the start of the file. Tensors must follow one another, aligned."""
+    """The entries with offsets from the start of the file. Raises CheckpointError unless tensors follow one
+    another, aligned."""
     data = -(-reader.at // alignment) * alignment
     expected = 0
     placed = {}
@@ -227,7 +228,8 @@ class _HeaderReader:
         )
 
     def need(self, nbytes: int, what: str) -> int:
-        """Make sure that the next `nbytes` bytes are in memory, and step over them. Returns their offset."""
+        """Read until the next `nbytes` bytes are in memory, and step over them. Returns their offset in
+        memory."""
         start, end = self.at, self.at + nbytes
         if end > self._limit:
             raise self.unsound(
@@ -291,7 +293,7 @@ class _HeaderReader:
         return self._numbers(kind, length, what)
 
     def _strings(self, count: int, what: str) -> list[bytes]:
-        """The next strings. Those that are in memory are taken by a shorter way, as there are 100,000s."""
+        """The next `count` strings. Those in memory take a faster path, as there can be 100,000s."""
         strings, data = [], self._data
         for _ in range(count):
             start = self.at + 8
@@ -315,7 +317,7 @@ class _HeaderReader:
 
     @staticmethod
     def _scalar(values: NDArray[Any], kind: int) -> Value:
-        """The only one of `values`. A float32 becomes the shortest decimal that rounds to it: 1e-5 stays
+        """The single value of `values`. A float32 becomes the shortest decimal that rounds to it: 1e-5 stays
         1e-5."""
         if kind == _FLOAT32:
             return float(str(values[0]))
@@ -323,7 +325,7 @@ class _HeaderReader:
         return value
 
     def tensor(self, name: str) -> TensorEntry:
-        """The entry of a tensor, with its offset in the data."""
+        """The next tensor's entry, with its offset within the data."""
         what = f"the entry of {plain(name)}"
         dimensions = self.number("<u4", what)
         if not 1 <= dimensions <= MAX_DIMENSIONS:

@@ -1,6 +1,4 @@
-"""Gemma's families in GGUF files: the values of their keys in a `config.json`, and their tensors as a
-checkpoint has them.
-"""
+"""Gemma's families in GGUF files: their `config.json` values and their tensors."""
 
 from __future__ import annotations
 
@@ -22,20 +20,21 @@ from ondevice.model_config import SIZE_LIMITS, ModelConfig
 Values = Mapping[str, Any]
 """Values of a `config.json` by key."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that rotary frequencies are divided by."""
+"""Name of the tensor by which rotary frequencies are divided."""
 STILL = 1e30
-"""The factor there of a pair of dimensions that doesn't turn."""
+"""The value there for a pair of dimensions that doesn't turn."""
 _GEMMA4_SCALES = {
     "layer_scalar.weight": "layer_scalar",
     "router.proj.scale": "router.scale",
     "experts.down.scale": "router.per_expert_scale",
 }
 GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the models of 27 billion parameters."""
+"""Number of layers of the 27B models."""
 
 
 def gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files don't have the scale of scores: llama.cpp knows the largest model by its number of layers."""
+    """Gemma 2's keys. Files lack the scale of scores; llama.cpp recognises the largest model by its number of
+    layers."""
     width = values["hidden_size"] // values["num_attention_heads"]
     largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
     window = metadata.integer("attention.sliding_window", 0)
@@ -57,7 +56,7 @@ def gemma3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
+    """Gemma 3n's keys. The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
     keys: dict[str, Any] = {
         "sliding_window": metadata.integer("attention.sliding_window"),
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
@@ -83,7 +82,8 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Layers differ: global ones have other heads than local ones, and those that share keys more neurons."""
+    """Gemma 4's keys. Layers differ: global ones in their heads, those with shared keys in their number of
+    neurons."""
     layers, shared = values["num_hidden_layers"], metadata.integer("attention.shared_kv_layers", 0)
     if not 0 <= shared < layers <= SIZE_LIMITS["num_layers"]:
         raise CheckpointError(
@@ -144,7 +144,7 @@ def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
 
 
 def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
-    """A whole number for each layer, of an array or of one number for all; `default` where there is none."""
+    """An integer for each layer, from an array or from one number for all; `default` where there is none."""
     if metadata.is_array(key):
         numbers = [int(value) for value in metadata.array(key) or []]
         if len(numbers) != layers:
@@ -157,12 +157,12 @@ def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[i
 
 
 def first_of(kinds: list[str], kind: str, values: list[int]) -> int:
-    """The value of the first layer of a kind, or of the first layer if there is none of that kind."""
+    """The value of the first layer of `kind`, or of the first layer if none is of that kind."""
     return values[kinds.index(kind) if kind in kinds else 0]
 
 
 def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """`rope_parameters`, from the two bases and the file's factors.
+    """`rope_parameters`, from the two rotary bases and the file's factors.
 
     In a global layer only a head's first pairs turn, with the frequencies that they would have if all did.
     Files say so by factors: 1 for those, a huge one for the others. Raises UnsupportedModelError for other
@@ -185,7 +185,7 @@ def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Matrices of the copies of the residual, which are stored as one tensor, by themselves."""
+    """The tensors, with the matrices of residual streams split from their stack."""
     restored = dict(tensors)
     for stem in ("model.altup_projections", "model.altup_unembed_projections"):
         stacked = restored.pop(f"{stem}.weight", None)
@@ -199,7 +199,8 @@ def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """What scales a layer, a router's input and experts' outputs, by its name in checkpoints."""
+    """Gemma 4's tensors, with scales of layers, router inputs and expert outputs renamed as in
+    checkpoints."""
     restored = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."

@@ -32,10 +32,10 @@ LATENT_NAMES = expert_blocks(V3) | {
     "attn_k_b": "self_attn.embed_q",
     "attn_v_b": "self_attn.unembed_out",
 }
-"""Names of a block's tensors, by those in GGUF files: beside a `config.json`, or in MLX's folders."""
+"""Names of a block's tensors by those in GGUF files: in a checkpoint, or in MLX's folders."""
 PUBLISHED_GROUPS = {(V2, 160): (8, 3), (V3, 256): (8, 4)}
-"""Groups of experts, and those that are chosen, of published models by their number of experts: DeepSeek V2
-and V2.5, V3 and R1. All others have one group: V2 Lite, Moonlight, Kimi K2, GLM-4.7-Flash."""
+"""Groups of experts and chosen groups of published models, by number of experts: DeepSeek V2 and V2.5, V3 and
+R1. All others have one group: V2 Lite, Moonlight, Kimi K2, GLM-4.7-Flash."""
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
@@ -57,12 +57,13 @@ def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _lacks_groups(header: GgufHeader) -> bool:
-    """Whether a file says nothing of groups of experts, as those from before October 2025 don't."""
+    """Whether a file says nothing of expert groups, as those from before October 2025."""
     return not any(f"deepseek2.expert_group_{it}" in header.metadata for it in ("count", "used_count"))
 
 
 def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
-    """What a file doesn't say of the choice of experts, and was taken as the published models have it."""
+    """Notes on what a file doesn't say about the choice of experts and was taken from the published
+    models."""
     experts = config.experts
     if experts is None or not _lacks_groups(header):
         return ()
@@ -74,7 +75,7 @@ def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _chosen_by_sigmoids(metadata: Metadata) -> bool:
-    """By the key, or in files without it by the bias that the choice by sigmoids has."""
+    """Whether sigmoids choose: by the key, or in files without it by the presence of a choice bias."""
     gating = metadata.integer("expert_gating_func", 0)
     if gating:
         return GATING.get(gating) == "sigmoid"

@@ -1,4 +1,4 @@
-"""LFM2 in GGUF files: the values of its keys in a `config.json`, and the names of its tensors.
+"""LFM2 in GGUF files: its `config.json` values and the names of its tensors.
 
 A layer with a short convolution is one without heads of keys. The norm behind the last layer has the name
 that other families' files give to a norm of embeddings.
@@ -17,13 +17,13 @@ from ondevice.errors import CheckpointError
 from ondevice.model_config import ModelConfig
 
 CONV_NAMES = {f"shortconv.{it}": f"conv.{it}" for it in ("in_proj", "conv", "out_proj")}
-"""Names of a block's tensors beside a `config.json`, by those in GGUF files."""
+"""Names of a block's tensors in a checkpoint, by those in GGUF files."""
 LAST_NORM = {"token_embd_norm": "model.norm"}
 KEY_HEADS = "attention.head_count_kv"
 
 
 def lfm2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The keys of a model without experts. Files hold the number of neurons itself."""
+    """The keys of a model without experts. Files hold the number of neurons directly."""
     return {**conv_keys(metadata, values), "block_auto_adjust_ff_dim": False}
 
 
@@ -54,7 +54,7 @@ def conv_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def restored_lfm2(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors as they are. Raises CheckpointError where a convolution lacks one."""
+    """The tensors unchanged. Raises CheckpointError where a convolution is missing."""
     for layer, spec in enumerate(config.layers):
         for stored, name in CONV_NAMES.items() if spec.conv is not None else ():
             if f"model.layers.{layer}.{name}.weight" not in tensors:

@@ -1,5 +1,4 @@
-"""Models with Mamba-2 mixers in GGUF files: the values of their keys in a `config.json`, and their tensors as
-a checkpoint has them.
+"""Models with Mamba-2 mixers in GGUF files: their `config.json` values and their tensors.
 
 Files hold decays, -exp(A_log), where checkpoints have `A_log`, and a number of each head as a row.
 Falcon-H1's multipliers are in its weights there. Nemotron-H's layers are single blocks, as in its
@@ -33,7 +32,7 @@ PARTS = {
     "ssm_out": "out_proj",
 }
 MIXER_NAMES = {old: f"mamba.{new}" for old, new in PARTS.items()}
-"""Names of a mixer's tensors beside a `config.json`, by those in GGUF files."""
+"""Names of a mixer's tensors in a checkpoint, by those in GGUF files."""
 BLOCK_MIXER_NAMES = {
     **{old: f"mixer.{new}" for old, new in PARTS.items()},
     **{f"attn_{which}": f"mixer.{which}_proj" for which in "qkv"},
@@ -45,7 +44,7 @@ BLOCK_MIXER_NAMES = {
     **{f"ffn_{which}_exps": f"mixer.experts.{which}_proj" for which in ("up", "down")},
     **{f"ffn_{which}_shexp": f"mixer.shared_experts.{which}_proj" for which in ("up", "down")},
 }
-"""Those of Nemotron-H's blocks."""
+"""The same for Nemotron-H's blocks."""
 SUFFIXES = {
     ".dt_proj.bias": ".dt_bias",
     ".e_score_correction_bias.bias": ".e_score_correction_bias",
@@ -54,11 +53,11 @@ SUFFIXES = {
     # Falcon-H1's has no suffix in files.
     ".post_attention_layernorm": ".post_attention_layernorm.weight",
 }
-"""Ends of names that aren't yet those beside a `config.json`, and what they are there."""
+"""Suffixes of names that still differ from a checkpoint's, and their replacements."""
 
 
 def granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The multipliers of every Granite."""
+    """The multipliers that every Granite has."""
     return {
         "attention_multiplier": metadata.number("attention.scale", values["head_dim"] ** -0.5),
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
@@ -150,7 +149,7 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
 
 
 def falcon_h1_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Files don't say where a norm stands; llama.cpp runs all of them behind the gate."""
+    """Falcon-H1's keys. Files don't say where a norm stands; llama.cpp runs it after the gate."""
     heads, width, sizes = _mixer_keys(metadata)
     return {
         **{f"mamba_{key}": value for key, value in sizes.items()},
@@ -181,12 +180,12 @@ def restored_mixers(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_granite(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Granite's tensors, with experts by themselves."""
+    """Granite's tensors, with experts split."""
     return restored_experts(restored_mixers(tensors, config), config)
 
 
 def _mixer_keys(metadata: Metadata) -> tuple[int, int, dict[str, Any]]:
-    """Number and width of a mixer's heads; and its other sizes, by the ends of their names."""
+    """Number of a mixer's heads, width of all, and the other sizes by the ends of their keys."""
     heads, inner = heads_with_states(metadata)
     sizes = {
         "n_groups": metadata.integer("ssm.group_count"),
@@ -197,7 +196,7 @@ def _mixer_keys(metadata: Metadata) -> tuple[int, int, dict[str, Any]]:
 
 
 def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
-    """A number for each layer; one number stands for all."""
+    """A number for each layer; a single number stands for all."""
     layers = values["num_hidden_layers"]
     if not 1 <= layers <= MAX_LAYERS:
         raise UnsupportedModelError(
@@ -215,7 +214,8 @@ def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
 
 
 def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
-    """The number of all layers that have any; 1 if none has. Raises UnsupportedModelError for several."""
+    """The one number that all layers with any share; 1 if none has. Raises UnsupportedModelError if they
+    differ."""
     distinct = sorted(set(numbers) - {0})
     if len(distinct) > 1:
         raise UnsupportedModelError(
@@ -226,5 +226,5 @@ def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
 
 
 def _has(metadata: Metadata, ending: str) -> bool:
-    """Whether there are tensors whose names end so."""
+    """Whether any tensor's name ends in `ending`."""
     return any(name.endswith(ending) for name in metadata.stored)

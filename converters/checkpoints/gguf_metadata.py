@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: the keys of its architecture, and the tensors of all its parts."""
+"""What a GGUF file says about its model: the architecture's keys, and the tensors of all parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.errors import CheckpointError
 
 MIN_NUMBER = -1e30
-"""What stands for numbers of arrays that are lower, such as minus infinity."""
+"""Replacement for lower numbers in arrays, such as minus infinity."""
 MAX_VECTOR = 1 << 16
-"""Most values of a vector that metadata need."""
+"""Most values of a vector that metadata refer to."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a file says of its model.
+    """What a GGUF file says about its model.
 
     Args:
         header: of the file that holds the metadata.
@@ -60,7 +60,7 @@ class Metadata:
         return self.reader.boolean(self.prefix + key, default)
 
     def array(self, key: str) -> list[float] | None:
-        """An array of finite numbers, at least LEAST_NUMBER, or None where the key is missing."""
+        """An array of finite numbers, none below MIN_NUMBER, or None where the key is missing."""
         numbers = self.header.numbers(self.prefix + key)
         if numbers is None:
             return None
@@ -68,7 +68,7 @@ class Metadata:
         return self.reader.with_value(self.prefix + key, values).numbers(self.prefix + key)
 
     def rows(self, name: str) -> int:
-        """Rows of a matrix. Raises CheckpointError if there is none of this name."""
+        """Number of rows of a matrix. Raises CheckpointError if there is none of this name."""
         tensor = self.stored.get(name)
         if tensor is None or len(tensor.entry.shape) != 2:
             raise CheckpointError(f"{self.header.file} has no matrix {name}; is the download complete?")

@@ -38,7 +38,7 @@ _GROUPS, _CHOSEN_GROUPS = "expert_group_count", "expert_group_used_count"
 
 
 def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Which layers have experts, and which sinks, is told by their tensors."""
+    """MiMo V2's keys. The tensors say which layers have experts, and which have sinks."""
     total, ahead, width = values["num_hidden_layers"], layers_ahead(metadata, values), values["head_dim"]
     layers = total - ahead
     kinds = kinds_of_layers(metadata, total)[:layers]
@@ -92,14 +92,15 @@ def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def mimo2_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
-    """What a file doesn't say of attention, and was taken as the published models have it."""
+    """Notes on what a file doesn't say about attention and was taken from the published models."""
     if f"mimo2.{_SCALE}" in header.metadata:
         return ()
     return (f"values are scaled by {VALUE_SCALE}, as in published models: {header.file} has no {_SCALE}",)
 
 
 def restored_mimo2(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Experts by themselves, queries, keys and values apart, and sinks by their name beside a `config.json`.
+    """MiMo V2's tensors, with experts and fused attention projections split and sinks renamed as in a
+    checkpoint.
 
     Raises CheckpointError for experts that are missing, and for tensors of other shapes.
     """

@@ -54,19 +54,19 @@ _NUMBER = r"(0|[1-9]\d{0,3})"
 _NAME = re.compile(
     rf"(?:blk\.{_NUMBER}\.)?((?:nextn\.|shortconv\.)?\w{{1,64}})(?:\.{_NUMBER})?(\.weight|\.bias|\.scale)?"
 )
-"""A block's number, a module, the number of an expert that stands by itself, and what it is of the module,
-with a dot before it, or nothing where the module is the tensor."""
+"""The parts of a name: block number, module, number of a single expert, and the module's part with its dot,
+or nothing."""
 
 _HARMLESS = (
     "vocab_size",
     "rope.scaling.finetuned",
     "tensor_data_layout",
 )
-"""Keys of a family that change nothing, or only what other keys say too."""
+"""Keys that change nothing, or repeat what others say."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A GGUF file of a disk. It may be a link that leads anywhere, as it was named. See `open_gguf_of`."""
+    """A GGUF file on a disk. As the user named it, it may be a link to anywhere. See `open_gguf_of`."""
     return open_gguf_of(SourceFolder(path.absolute().parent), path.name, lambda name: SourceFile(path))
 
 
@@ -162,7 +162,7 @@ def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, St
 def _of_metadata(
     header: GgufHeader, error: CheckpointError | UnsupportedModelError
 ) -> CheckpointError | UnsupportedModelError:
-    """The error of a config or of tensors that don't go with it, as one of the file, which has no config."""
+    """The error of a config, or of tensors that don't match it, reworded for a file, which has no config."""
     text = str(error)
     if text.startswith(header.file):
         return error
@@ -173,7 +173,8 @@ def _of_metadata(
 
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
-    """Frequencies divided by a file's factors, as Llama 3's scaling is stored: one a pair that turns."""
+    """Frequencies divided by a file's factors, one for each pair that turns, as Llama 3's scaling is
+    stored."""
     if rope.long_frequencies:
         raise CheckpointError(
             f"{file} has {factors.name} beside {SHORT_FACTORS} and {LONG_FACTORS}; a model has one or "
@@ -248,7 +249,7 @@ def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, 
 
 
 def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str, Any]:
-    """The share of a head's dimensions that turn, where it may be a part."""
+    """The share of a head's dimensions that turn, for families where it may be a part."""
     if not family.partial:
         metadata.reader.only(metadata.prefix + "rope.dimension_count", head_dim)
         return {}
@@ -263,7 +264,7 @@ def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str,
 
 
 def _check_decoder(metadata: Metadata, family: GgufFamily) -> None:
-    """Raises UnsupportedModelError for experts in a family without, and for a model that isn't causal."""
+    """Raises UnsupportedModelError for experts in a family without any, and for a model that isn't causal."""
     for key in ("expert_count", "expert_used_count"):
         if metadata.integer(key, 0) and family.model_type not in EXPERT_NAMES:
             raise UnsupportedModelError(
@@ -313,8 +314,7 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
 
 
 def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Names of the file's tensors by those that they have beside a `config.json`; of those that the family
-    knows."""
+    """Names of the file's tensors by their names in a checkpoint, for those that the family knows."""
     blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**MODEL_NAMES, **family.wholes}
     names = {}
     for name in stored:
@@ -331,7 +331,7 @@ def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def _usual_names(config: ModelConfig) -> dict[str, str]:
-    """Names in GGUF files of the tensors that `tensors.py` describes, where they are the usual ones."""
+    """Usual names in GGUF files of the tensors that `tensors.py` describes."""
     modules = dict(BLOCK_NAMES)
     if not config.layers[0].feed_forward.gated:
         modules["ffn_up"] = modules.pop("ffn_gate")
@@ -347,8 +347,8 @@ def _usual_names(config: ModelConfig) -> dict[str, str]:
 def _selected(
     header: GgufHeader, family: GgufFamily, description: Description, stored: Mapping[str, Stored]
 ) -> dict[str, SourceTensor]:
-    """The model's tensors, by the names of `tensors.py`. All that the metadata ask for, and no others, must
-    be there."""
+    """The model's tensors by the names of `tensors.py`. Raises CheckpointError unless exactly those that the
+    metadata imply are there."""
     config = description.config
     names = _names(family, stored)
     unknown = set(stored) - set(names.values()) - family.factors - {ROPE_FACTORS}

@@ -1,4 +1,4 @@
-"""GGUF models in parts: `NAME-00001-of-00003.gguf` and so on, each with a header of its own."""
+"""GGUF models in parts, `NAME-00001-of-00003.gguf` and so on, each with its own header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GgufPart:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """The models in GGUF files: the sorted names of the files of each, by what they have in common.
+    """The models in GGUF files: each model's sorted file names, by their common name.
 
     Encoders of images (`mmproj`) and statistics (`imatrix`) aren't models.
     """

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split a text before they merge, by the names that GGUF files have for it.
+"""How byte-level tokenizers split a text before merging, by GGUF's names for the ways.
 
 A GGUF file holds tokens and merges, but of the splitting only a name, `tokenizer.ggml.pre`. Each rule here is
 the one in the `tokenizer.json` of the models that the name was made for, or llama.cpp's where these have
@@ -35,7 +35,7 @@ _TEKKEN = (
 
 
 def _cased(upper: str, lower: str) -> str:
-    """Words whose capitals come first, with contractions."""
+    """A pattern for words that begin with capitals, with contractions."""
     start, end = r"[^\r\n\p{L}\p{N}]?", f"{_CONTRACTIONS}?"
     return rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
 
@@ -46,7 +46,7 @@ _NO_CHINESE = r"&&[^\p{Han}]]"
 _KIMI_WORD = _cased(_UPPER[:-1] + _NO_CHINESE, _LOWER[:-1] + _NO_CHINESE)
 _KIMI_K2 = rf"\p{{Han}}+|{_KIMI_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001 - wide marks are meant
-"""Words up to the marks of many scripts, brackets and bars."""
+"""A pattern for words up to the marks of many scripts, brackets and bars."""
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
@@ -61,7 +61,7 @@ _CASED_LETTERS = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
     "\U0001e900-\U0001e943"
 )
-"""DeepSeek's list of letters that have cases, as the inside of a character class."""
+"""DeepSeek's list of cased letters, as the inside of a character class."""
 _ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
     "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
@@ -79,7 +79,7 @@ _FEWER_BLANKS = "|".join(
 
 @dataclass(frozen=True)
 class Splitting:
-    """One rule.
+    """How one kind of tokenizer splits a text.
 
     Args:
         pattern: splits a text; None for GPT-2's, which is part of the `ByteLevel` component.
@@ -125,7 +125,7 @@ class Splitting:
 
 
 def _split(pattern: str) -> dict[str, Any]:
-    """The component that gives each match of `pattern` a part of its own."""
+    """A component that makes each match of `pattern` a part."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -214,4 +214,4 @@ SPLITTINGS = {
     ),
     "default": Splitting(r"[0-9][0-9][0-9]", (r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+")),
 }
-"""By the value of `tokenizer.ggml.pre`."""
+"""Splittings by value of `tokenizer.ggml.pre`."""

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: plain ones as every format stores them, quantised ones decoded block by block.
+"""Tensors of a GGUF file: plain ones as in every format, quantised ones decoded block by block.
 
 Legend: R rows, C columns, B blocks of a row.
 """
@@ -30,7 +30,7 @@ from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 
 _READ_BYTES = 1 << 20
-"""Stored bytes that are read before they are decoded."""
+"""Stored bytes read before they are decoded."""
 
 
 def source_tensor(
@@ -101,7 +101,7 @@ class QuantizedTensor:
         return in_halves(out, size)[start - first : stop - first] if size > 1 else out
 
     def columns(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Columns of all rows. Of each row, the blocks that hold them are read, a few rows at a time."""
+        """Columns of all rows, from the blocks that hold them, a few rows at a time."""
         rows, cols = self.shape
         if (start, stop) == (0, cols):
             return self.rows(0, rows)
@@ -128,7 +128,7 @@ class QuantizedTensor:
         return TILE_FORMATS.get(self.type.name, self.code_format)
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes are kept in groups of 32, at their own bits or, as the same numbers, at more.
+        """Codes in groups of 32, at their bits or, as the same numbers, at more bits; None for other formats.
 
         Those of MXFP4 are kept in that format alone, and those of tiles in the one that is theirs.
         """
@@ -160,7 +160,7 @@ class QuantizedTensor:
         return padded_codes(codes, scales, biases, RowLayout(cols, *stored))
 
     def _tile_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes:
-        """Rows [start, stop) in the type's own format of tiles."""
+        """Rows [start, stop) in the type's tile format."""
         read, cols = self._stored_rows(start, stop), self.shape[-1]
         codes = np.empty((len(read), cols * stored.bits // 8), dtype=np.uint8)
         of_block = stored.header_bytes if stored.two_levels else 2
@@ -173,7 +173,7 @@ class QuantizedTensor:
         return padded_codes(codes, scales.view(np.float16), none, RowLayout(cols, *stored))
 
     def _stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Blocks (n, bytes) of rows [start, stop), and of all others of the heads that these belong to."""
+        """Blocks (n, bytes) of rows [start, stop) and of the other rows of their heads."""
         size = self.row_unit
         first, last = start // size * size, -(-stop // size) * size
         read = np.empty((last - first, self._row_bytes), dtype=np.uint8)
@@ -181,14 +181,14 @@ class QuantizedTensor:
         return read
 
     def _in_order(self, values: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
-        """Rows [start, stop) of what was made of `_stored_rows`, in a bundle's order."""
+        """Rows [start, stop) of what was made from `_stored_rows`, in a bundle's order."""
         if not self.interleaved_head_dim:
             return values
         first = start // self.interleaved_head_dim * self.interleaved_head_dim
         return in_halves(values, self.interleaved_head_dim)[start - first : stop - first]
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> GgufColumns | None:
-        """Kept as they are stored where the kernels know the type: an eighth of the memory at 4 bits."""
+        """The stored blocks, where the kernels know the type: an eighth of the memory at 4 bits."""
         if self.code_format is None or stored.bits == 16 or self.interleaved_head_dim:
             return None
         block, nbytes = self.type.block, self.type.nbytes
@@ -231,7 +231,8 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class GgufColumns:
-    """Columns [start, stop) of blocks `data` (C, B * bytes), an `EncodedColumns`. start: a multiple of 16."""
+    """Columns [start, stop) of blocks `data` (C, B * bytes), as an `EncodedColumns`. start: a multiple of
+    16."""
 
     type: TensorType
     data: NDArray[np.uint8]

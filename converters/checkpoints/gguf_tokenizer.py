@@ -44,13 +44,13 @@ END_KEYS = (
 )
 """Keys of tokens that end a text, a turn or a message, and of those between files."""
 INFILL_KEYS = tuple(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "rep", "sep", "pad"))
-"""Keys of the marks around a prefix, a suffix and the middle between them, and of those between files."""
+"""Keys of the infill marks for prefix, suffix and middle, and of the separator between files."""
 _UNDEFINED, _UNUSED = 0, 5
-"""Types of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
+"""Types of tokens that only fill ids, such as `[PAD32000]`; other types are sentencepiece's."""
 _FILLING = frozenset((_UNDEFINED, _UNUSED))
 _KINDS = _FILLING | {proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
 _SPELLED = frozenset(("gemma4", "sarvam-moe", "granite-embed-multi-311m"))
-"""Values of `tokenizer.ggml.pre` of vocabularies that are spelt as sentencepiece's, with merges."""
+"""Values of `tokenizer.ggml.pre` for vocabularies spelt as sentencepiece's, but with merges."""
 _OTHER_MODELS = {
     "bert": "WordPiece",
     "t5": "unigrams",
@@ -59,7 +59,7 @@ _OTHER_MODELS = {
     "hybriddna": "k-mers of DNA",
     "whitespace": "whole words",
 }
-"""What texts are split by, by values of `tokenizer.ggml.model` that llama.cpp knows and this doesn't."""
+"""Tokenizer kinds that llama.cpp knows and this converter doesn't, by value of `tokenizer.ggml.model`."""
 _PREFIX = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"
 _PADDING = re.compile(r"\[PAD\d+\]")
@@ -109,7 +109,7 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
 def _converted(
     header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
 ) -> tuple[TokenizerKind, bytes, bool]:
-    """Kind and bytes of the tokenizer's file, and whether texts get a BOS token."""
+    """Kind and bytes of the tokenizer's file, and whether texts begin with a BOS token."""
     model = header.text(f"{_PREFIX}.model")
     explicit = header.boolean(f"{_PREFIX}.add_bos_token")
     if model == "llama":
@@ -135,7 +135,7 @@ def _converted(
 
 
 def _template(header: GgufHeader) -> bytes | None:
-    """The template, of the one without a name and the one for chats with tools."""
+    """The chat template, combined from the default one and the one for chats with tools."""
     keys = {DEFAULT: _TEMPLATE, WITH_TOOLS: f"{_TEMPLATE}.{WITH_TOOLS}"}
     texts = {name: _template_text(header, key) for name, key in keys.items()}
     return usable_template({name: text for name, text in texts.items() if text})
@@ -177,7 +177,7 @@ def _is_padding(text: str, kind: int) -> bool:
 
 
 def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> InfillTokens | None:
-    """The marks of fill-in-the-middle that keys name; None where there are none, or their names are known."""
+    """The infill marks that keys name; None if no key does, or the marks are recognised by name."""
     prefix, suffix, middle, repository, file, _ = marks = [
         _token_id(header, key, vocab_size) for key in INFILL_KEYS
     ]
@@ -190,7 +190,7 @@ def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) 
 def _steered(
     tokens: list[tuple[str, int]], template: str, infill: InfillTokens | None
 ) -> list[tuple[str, int]]:
-    """`tokens` with the type of control tokens for those that end a turn or stand around what is filled in.
+    """`tokens`, with those that end a turn or mark infill typed as control tokens.
 
     Many files mark these as text, which users could then type and readers would see.
     """
@@ -253,9 +253,8 @@ def _splitting(header: GgufHeader) -> Splitting:
 
 
 def _spelled(unknown: str | None) -> dict[str, Any]:
-    """The rules of Gemma 4's BPE: a text is merged as a whole, its spaces are marks, and characters that
-    aren't tokens become their bytes. unknown: the token of what has no bytes either.
-    """
+    """The rules of Gemma 4's BPE: a text is merged without splitting, spaces are marks, and unknown
+    characters become bytes."""
     back = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK},
@@ -302,7 +301,7 @@ def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
 
 
 def _bos_id(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> int | None:
-    """The key's, else Llama's in a vocabulary of its kind."""
+    """The BOS id that the metadata name, else Llama's in a vocabulary of its kind."""
     named = _token_id(header, "bos_token_id", vocab_size)
     usual = header.text(f"{_PREFIX}.model") == "llama" and tokens[1:2] == [("<s>", proto.CONTROL)]
     return 1 if named is None and usual else named
@@ -311,7 +310,7 @@ def _bos_id(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) 
 def _eos_ids(
     header: GgufHeader, tokens: list[tuple[str, int]], template: str, vocab_size: int
 ) -> tuple[int, ...]:
-    """Ids of tokens that end a text: those that keys name, then those that are known by their text."""
+    """Ids of the tokens that end a text: those that keys name, then those recognised by their text."""
     named = [_token_id(header, key, vocab_size) for key in END_KEYS]
     control = {text for text, kind in tokens if kind == proto.CONTROL}
     ids = {text: token for token, (text, _) in enumerate(tokens)}

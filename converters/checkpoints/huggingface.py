@@ -50,7 +50,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 MAX_SHARDS = 1 << 11
 MAX_TENSORS = 1 << 17
-"""Most tensors of all shards together; the largest models have 100,000, of experts."""
+"""Most tensors in all shards; the largest mixtures of experts have 100,000."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +106,15 @@ def open_config(folder: SourceFolder) -> Checkpoint:
 
 
 def describe_model(values: Mapping[str, Any]) -> Description:
-    """The model of a folder's `config.json`, however its tensors are stored. Raises as `describe`."""
+    """The model of a folder's `config.json`, whatever the storage of its tensors. Raises what `describe`
+    raises."""
     return describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
 
 
 def stored_tensors(
     folder: SourceFolder, values: Mapping[str, Any], opened: ExitStack
 ) -> dict[str, SourceTensor]:
-    """All tensors of the folder by their names there, codes and their scales as one.
+    """All tensors of the folder by their names there, codes joined with their scales.
 
     values: of `config.json`. opened: closes the files that are opened here. Raises CheckpointError for files
     that are missing or damaged, UnsupportedModelError for types and methods that aren't read.
@@ -132,7 +133,7 @@ def stored_tensors(
 
 
 def _quantized_by_mlx(values: Mapping[str, Any]) -> bool:
-    """Raises UnsupportedModelError for a method that isn't known."""
+    """Whether the folder is quantised by MLX. Raises UnsupportedModelError for an unknown method."""
     return not has_mxfp4(values) and not read_fp8(values) and read_quantization(values) is not None
 
 
@@ -197,7 +198,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
 
 
 def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
-    """The tensors of all shards. A tensor that two shards hold is ambiguous, so it is refused."""
+    """The tensors of all shards. Raises CheckpointError for a tensor in two of them."""
     tensors: dict[str, RawTensor] = {}
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
@@ -239,7 +240,7 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
 
 
 def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
-    """Check the head that a tied model's files may hold too: it must be equal to the embedding."""
+    """Raises CheckpointError unless the head in a tied model's files equals the embedding."""
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     block = max(1, (4 << 20) * embedding.shape[0] // embedding.values_nbytes)
     for start in range(0, embedding.shape[0] if same else 0, block):

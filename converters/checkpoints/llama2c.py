@@ -107,7 +107,7 @@ def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
 
 
 def _sections(config: ModelConfig, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of the file's arrays, in order. Each stacks all layers' tensors of one kind.
+    """Name and shape of the file's arrays, in order; each stacks all layers' tensors of one kind.
 
     An empty name marks an array that isn't used.
     """

@@ -1,4 +1,4 @@
-"""What makes a Hugging Face folder an MLX quantised one: the key `quantization`, and tensors in three parts.
+"""Hugging Face folders quantised by MLX: the key `quantization`, and tensors in three parts.
 
 `config.json` gives `group_size`, `bits` and `mode` for all modules, and by a module's name those of that one,
 or false where it stays floating-point. A module is quantised exactly if it has `.scales`; config and shapes
@@ -18,10 +18,10 @@ from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 KEY, COPY_KEY = "quantization", "quantization_config"
-"""The key of `config.json`, and the second one under which MLX writes the same."""
+"""The key of `config.json`, and the second key under which MLX repeats it."""
 AFFINE, MXFP4 = "affine", "mxfp4"
 _DEFAULTS = {AFFINE: (4, 64), MXFP4: (4, 32)}
-"""Bits and group by mode, for modules whose own entry leaves them out."""
+"""Default bits and group size of each mode, for modules whose entry leaves them out."""
 _BITS = {AFFINE: (2, 3, 4, 5, 6, 8), MXFP4: (4,)}
 _GROUPS = {AFFINE: (32, 64, 128), MXFP4: (32,)}
 UNQUANTISED = "start from the checkpoint before it was quantised"
@@ -41,7 +41,7 @@ class MlxFormat:
 
 @dataclass(frozen=True)
 class MlxQuantization:
-    """The content of `quantization`. modules: exceptions, by module; None for one that stays floating."""
+    """The content of `quantization`. modules: exceptions by module name; None for a floating-point one."""
 
     default: MlxFormat
     modules: Mapping[str, MlxFormat | None]
@@ -51,7 +51,7 @@ class MlxQuantization:
 
 
 def read_quantization(values: Mapping[str, Any]) -> MlxQuantization | None:
-    """How `config.json` says that its weights are quantised by MLX, or None if it says nothing.
+    """MLX's quantisation of the weights as `config.json` describes it, or None if it has none.
 
     Raises UnsupportedModelError for quantisation by anything else, and for what MLX can do and this
     converter can't. Raises CheckpointError for values that can't be meant.
@@ -78,7 +78,7 @@ def read_quantization(values: Mapping[str, Any]) -> MlxQuantization | None:
 def quantized_tensors(
     tensors: Mapping[str, RawTensor], quantisation: MlxQuantization
 ) -> dict[str, SourceTensor]:
-    """The tensors of a folder by name, the parts of each quantised module made one.
+    """The tensors of a folder by name, the parts of each quantised module joined.
 
     Raises CheckpointError if a part is missing, or has another type or shape than config.json asks for, and
     if nothing is quantised though no module is excepted.
@@ -155,7 +155,7 @@ def _check_shapes(
 def _check_exception(
     module: str, wanted: MlxFormat | None, quantised: bool, tensors: Mapping[str, RawTensor]
 ) -> None:
-    """Check that an entry of one module names a module of the folder, quantised as it says."""
+    """Raises CheckpointError unless an exception names a module of the folder, quantised as it says."""
     if f"{module}.weight" not in tensors:
         raise CheckpointError(
             f"config.json: {KEY} names the module {_cut(module)}, which has no .weight here; "
@@ -225,7 +225,7 @@ def _choice(value: Any, allowed: tuple[int, ...], where: str, mode: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """A value for a message; what may be nested isn't written out."""
+    """A value for a message; nested ones aren't written out."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return _cut(ascii(value))

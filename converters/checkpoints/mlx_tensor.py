@@ -1,4 +1,4 @@
-"""A matrix that MLX has quantised: its codes, and the values that they stand for.
+"""A matrix quantised by MLX: its codes and the values that they stand for.
 
 Affine: w = scale * q + bias, with q of 2, 3, 4, 5, 6 or 8 bits, packed low bits first without gaps along a
 row. mxfp4: w = 2^(scale - 127) * e2m1(q), with q of 4 bits and scales of 8.
@@ -23,12 +23,12 @@ from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, p
 from ondevice.errors import CheckpointError
 
 STEP_BYTES = 4 << 20
-"""Bytes of float32 values that are made at a time; unpacking takes about as many again."""
+"""Bytes of float32 values made at a time; unpacking takes about as many again."""
 
 
 @dataclass(frozen=True)
 class MlxTensor:
-    """A `SourceTensor` of R rows and C columns, whose parts have been found to agree.
+    """A `SourceTensor` of R rows and C columns, quantised by MLX, whose parts are checked to agree.
 
     codes: uint32 (R, C * bits / 32). scales, biases: (R, C / group), floating-point; mxfp4 has uint8 scales
     and no biases. Of experts' matrices in a stack, all are (E, R, ...); those are read by `piece`.
@@ -72,7 +72,7 @@ class MlxTensor:
         return tuple(files.values())
 
     def piece(self, name: str, number: int, count: int) -> MlxTensor:
-        """The matrix `number` of `count` equal ones whose rows follow each other here."""
+        """Matrix `number` of `count` equal ones, one below the other."""
         codes, scales = _piece(self.codes, number, count), _piece(self.scales, number, count)
         biases = None if self.biases is None else _piece(self.biases, number, count)
         return replace(self, name=name, codes=codes, scales=scales, biases=biases)
@@ -96,7 +96,8 @@ class MlxTensor:
         return self.code_format
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes are kept in groups of 32, 64 and 128, at `stored.bits` or, as the same numbers, fewer.
+        """Codes in groups of 32, 64 or 128, at `stored.bits` or, as the same numbers, fewer bits; None for
+        other formats.
 
         Those of mxfp4 are kept in that format alone.
         """
@@ -129,7 +130,7 @@ class MlxTensor:
         )
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        """Some bytes of each part, as fine-tuning may change scales alone."""
+        """Some bytes of each part, because fine-tuning may change scales alone."""
         parts = self._parts
         sample = b""
         for part in parts:
@@ -176,7 +177,8 @@ class MlxTensor:
         return values
 
     def _powers(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
-        """Scales of mxfp4, powers of two, of the same. Raises CheckpointError for the code of NaN."""
+        """mxfp4's scales, powers of two, of rows [start, stop) and groups [first, last). Raises
+        CheckpointError for the code of NaN."""
         exponents = self.scales.row_bytes(start, stop, first, last)
         if (exponents == E8M0_NAN).any():
             raise CheckpointError(
@@ -187,6 +189,6 @@ class MlxTensor:
 
 
 def _piece(part: RawTensor, number: int, count: int) -> RawTensor:
-    """The rows in `part` of the matrix `number` of `count` equal ones."""
+    """The rows of matrix `number` of `count` equal ones in `part`."""
     rows, offset = prod(part.shape[:-1]) // count, part.offset + number * (part.nbytes // count)
     return replace(part, shape=(rows, part.shape[-1]), offset=offset)

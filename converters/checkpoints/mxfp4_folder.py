@@ -23,7 +23,7 @@ METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, GROUP_BYTES = 32, 16
 _HARMLESS = ("quant_method", "modules_to_not_convert", "dequantize")
-"""Keys that tensors themselves tell, or that say how the weights are run elsewhere."""
+"""Keys that the tensors imply, or that say how weights are run elsewhere."""
 
 
 def has_mxfp4(values: Mapping[str, Any]) -> bool:
@@ -44,7 +44,7 @@ def has_mxfp4(values: Mapping[str, Any]) -> bool:
 
 
 def experts_of(tensors: Mapping[str, RawTensor]) -> dict[str, SourceTensor]:
-    """The tensors of a folder by name. Those of `NAME_blocks` are matrices `NAME.0`, `NAME.1` and so on.
+    """The tensors of a folder by name; those of `NAME_blocks` become matrices `NAME.0`, `NAME.1` and so on.
 
     Raises CheckpointError for blocks and scales that don't belong together.
     """
@@ -68,7 +68,7 @@ def experts_of(tensors: Mapping[str, RawTensor]) -> dict[str, SourceTensor]:
 
 
 def _check(blocks: RawTensor, scales: RawTensor | None) -> None:
-    """Raises CheckpointError unless these are the blocks and scales of a stack of matrices."""
+    """Raises CheckpointError unless blocks and scales belong to one stack of matrices."""
     if scales is None:
         raise CheckpointError(f"{plain(blocks.name)} has no {SCALES} beside it; is the download complete?")
     shape = blocks.shape

@@ -1,4 +1,4 @@
-"""Opens a checkpoint with the reader of its format, which is told by its content, not its suffix."""
+"""Opens a checkpoint with the reader of its format, recognised by content, not by suffix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedMode
 
 _USE_SAFETENSORS = "use the model's safetensors files, or save it again with safetensors"
 _PACKED = (b"\x1f\x8b", b"7z\xbc\xaf", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh", b"Rar!")
-"""How files begin that gzip, 7-Zip, xz, zstd, bzip2 and RAR write."""
+"""First bytes of gzip, 7-Zip, xz, zstd, bzip2 and RAR files."""
 
 
 def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
@@ -62,7 +62,7 @@ def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
 
 
 def _gguf_files(folder: Path) -> dict[str, list[str]]:
-    """The GGUF models of a folder. Links may lead out of it; nothing is opened here."""
+    """The GGUF models of a folder. Links may lead out of it; nothing is opened."""
     return gguf_models(path.name for path in folder.glob("*.gguf") if path.is_file())
 
 

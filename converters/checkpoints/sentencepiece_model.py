@@ -1,4 +1,4 @@
-"""Writes a sentencepiece model (a protocol buffer message) from pieces and scores, or adds pieces to a model.
+"""Writes a sentencepiece model (a protocol buffer message), or adds pieces to one.
 
 Field numbers are those of sentencepiece_model.proto. The resulting tokenizer merges the pair with the highest
 score and normalises nothing but spaces.
@@ -51,7 +51,7 @@ def bpe_model(
 
 
 def piece_fields(pieces: Sequence[tuple[str, float, int]]) -> bytes:
-    """Pieces as a ModelProto stores them. Appended to a whole model, they become its last pieces."""
+    """Pieces as fields of a ModelProto. Appended to a model, they become its last pieces."""
     return b"".join(
         _bytes_field(1, _bytes_field(1, text.encode()) + _float_field(2, score) + _varint_field(3, kind))
         for text, score, kind in pieces

@@ -42,14 +42,15 @@ class SourceFolder:
         return self._revision() or self._real.name
 
     def repository_file(self, name: str) -> str:
-        """The name of a file with its repository and revision; empty for a folder that is of none."""
+        """The name of a file with its repository and revision; empty for a folder outside a cache."""
         revision = self._revision()
         if not revision or self._snapshot is None:
             return ""
         return f"{revision}:{(self._real / name).relative_to(self._snapshot).as_posix()}"
 
     def _revision(self) -> str:
-        """The repository and the start of the revision that a Hugging Face cache has the folder by, or ''."""
+        """The repository and the start of the revision under which a Hugging Face cache has the folder, or
+        ''."""
         if self._snapshot is None or not self._snapshot.parent.parent.name.startswith("models--"):
             return ""
         repository = self._snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -107,7 +108,7 @@ class SourceFolder:
 
     @staticmethod
     def _start(name: str, path: Path, limit: int) -> tuple[bytes, int]:
-        """At most `limit` bytes of a file's start, and the file's size."""
+        """The first bytes of a file, at most `limit`, and the file's size."""
         try:
             with path.open("rb") as stream:
                 return stream.read(limit), os.fstat(stream.fileno()).st_size

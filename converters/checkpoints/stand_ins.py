@@ -1,4 +1,4 @@
-"""Files that aren't what their names say, as a download went wrong: pointers, web pages, nothing at all."""
+"""Refuses files left by failed downloads: pointers, web pages, empty files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ondevice.converters.checkpoints.base import plain
 from ondevice.errors import CheckpointError
 
 START_BYTES = 512
-"""Bytes of a file's start that are looked at."""
+"""Bytes of a file's start that are examined."""
 _POINTER = b"version https://git-lfs."
 _POINTED_SIZE = re.compile(rb"^size (\d{1,15})$", re.MULTILINE)
 _PAGES = (b"<!doctype html", b"<!--", b"<html", b"<head", b"<body", b"<?xml")

@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint, of all the places where one may be, and of several names.
+"""The chat template of a checkpoint, which may be in several places and under several names.
 
 A model may have a template for chats with tools, `tool_use`, beside its `default` one. A bundle has one,
 which chooses between them. One that can't be used is left out, and said: it never stops a conversion.
@@ -17,7 +17,7 @@ from ondevice.errors import BundleError, CheckpointError
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 OTHER_TEMPLATES = "additional_chat_templates"
-"""A folder with templates of other names."""
+"""Folder with templates of other names."""
 OLD_TEMPLATE = "chat_template.json"
 _KEY = "chat_template"
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def folder_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
-    """The chat template of a Hugging Face folder; None if it has none that can be used.
+    """The chat template of a Hugging Face folder; None if it has no usable one.
 
     settings: the parsed tokenizer_config.json. Templates in files come before it, as in `transformers`.
     """
@@ -52,12 +52,12 @@ def _named(value: Any) -> dict[str, str]:
 
 
 def decoded(data: bytes) -> str:
-    """A file's text; bytes that aren't UTF-8 become what no template is encoded with."""
+    """A file's text; bytes that aren't UTF-8 become a character that no template can contain."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def usable_template(named: Mapping[str, str]) -> bytes | None:
-    """The template of templates by name, as a bundle has it; None, with a warning, if none can be used."""
+    """One template from templates by name; None, with a warning, if none is usable."""
     plain, with_tools = named.get(DEFAULT, ""), named.get(WITH_TOOLS, "")
     choices = [plain or with_tools]
     if plain.strip() and with_tools.strip() and plain != with_tools:
@@ -86,6 +86,7 @@ def checked_template(source: str) -> bytes:
 
 
 def _choosing(plain: str, with_tools: str) -> str:
-    """One template of two. As at the end of any, the last line feed of each is dropped."""
+    """A template that chooses between two. The last line feed of each is dropped, as at the end of any
+    template."""
     first, second = (text.removesuffix("\n") for text in (with_tools, plain))
     return f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

@@ -32,7 +32,7 @@ from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 MAX_ENDS = 32
 PROBE = string.ascii_letters + string.digits
 PROBED_TOKENS = 4096
-"""Tokens whose own text is tried if a vocabulary knows none of PROBE."""
+"""Tokens whose text is tried if a vocabulary knows none of PROBE."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class _Vocabulary:
 
 @contextmanager
 def _refusals(file: str) -> Iterator[None]:
-    """Turns errors about a tokenizer's file into errors about the checkpoint."""
+    """A context that turns errors about a tokenizer's file into errors about the checkpoint."""
     try:
         with library_errors(file):
             yield
@@ -175,7 +175,7 @@ def _inspect_tokenizers(data: bytes) -> _Vocabulary:
 
 
 def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
-    """Vocabulary of a sentencepiece model. Its texts get a BOS if it has one, as Llama's do."""
+    """The vocabulary of a sentencepiece model. It adds a BOS if it has one, as Llama's does."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -191,7 +191,7 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
 
 
 def with_template(files: TokenizerFiles, template: bytes) -> TokenizerFiles:
-    """The tokenizer with another chat template, and the tokens by which that ends a turn."""
+    """The tokenizer with another chat template, and with the tokens by which that template ends a turn."""
     info, lookup = files.info, _Vocabulary().lookup
     if info.kind is not None and info.file is not None:
         inspect = _inspect_tokenizers if info.kind == "tokenizers" else _inspect_sentencepiece
@@ -219,7 +219,7 @@ def _eos_ids(
     lookup: TokenLookup,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """Ids of tokens that end a text: the generation config's (else the config's), then the tokenizer's."""
+    """Ids of the tokens that end a text: the generation config's, else the config's, then the tokenizer's."""
     if generation.get("eos_token_id") is not None:
         where, value = "generation_config.json: eos_token_id", generation["eos_token_id"]
     else:

@@ -1,4 +1,4 @@
-"""Tensors made of others: some of their rows in another order, or their values scaled and shifted."""
+"""Tensors made from other tensors: rows in another order, values scaled, shifted, transposed or joined."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
 from ondevice.converters.quantize import EncodedColumns, SourceCodes, Weights, to_float32
 
 GAP_BYTES = 4 << 20
-"""Most bytes between two wanted rows that are read along."""
+"""Largest gap in bytes between two wanted rows that is read along."""
 
 
 class View:
-    """A `SourceTensor` of the files of `source`, and of its type unless a view says otherwise."""
+    """A `SourceTensor` over the files of `source`, with its type unless a view says otherwise."""
 
     source: SourceTensor
     name: str
@@ -69,7 +69,7 @@ class View:
 
 
 class ComputedView(View):
-    """A view whose values are computed, so that it has none of its source's codes."""
+    """A view of computed values, which has none of its source's codes."""
 
     @property
     def code_format(self) -> RowFormat | None:
@@ -135,7 +135,7 @@ class RowsOf(View):
 
 
 def passed_nbytes(tensor: SourceTensor) -> int:
-    """Bytes between a tensor's rows that are read with them, from the first row to the last.
+    """Bytes between a tensor's first and last row that reading it passes over.
 
     They are those of its neighbours in a fused projection, which a network sends up to the projection's end.
     """
@@ -158,7 +158,7 @@ def passed_nbytes(tensor: SourceTensor) -> int:
 
 @dataclass(frozen=True)
 class Transposed(ComputedView):
-    """The matrix `source` with its rows as columns."""
+    """The matrix `source`, transposed."""
 
     name: str
     source: SourceTensor
@@ -183,7 +183,7 @@ class Transposed(ComputedView):
 
 @dataclass(frozen=True)
 class ColumnsOf(View):
-    """All columns of a matrix in the order `picks`, in which runs of `unit` stay together."""
+    """All columns of a matrix in the order `picks`, in which runs of `unit` columns stay together."""
 
     name: str
     source: SourceTensor
@@ -215,7 +215,8 @@ class ColumnsOf(View):
         return self.source.columns(first, int(picks.max()) + 1)[:, picks - first]
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Whole groups of columns trade places, with their scales."""
+        """Codes of rows [start, stop) with whole groups of columns, and their scales, reordered; None where
+        codes can't be kept."""
         size = _columns_together(stored)
         rows = None if self.unit % size else self.source.quantized_rows(start, stop, stored)
         if rows is None:
@@ -236,7 +237,8 @@ class ColumnsOf(View):
 
 @dataclass(frozen=True)
 class HeadsTransposed(ComputedView):
-    """The first `count` rows of each of the `heads` equal parts of a matrix (R, C), each as columns.
+    """The first `count` rows of each of `heads` equal parts of a matrix (R, C), each transposed: (heads * C,
+    count).
 
     That is (heads * C, count).
     """
@@ -300,7 +302,7 @@ class Scaled(ComputedView):
 
 @dataclass(frozen=True)
 class Joined(View):
-    """The vectors `parts`, of one type, one after the other."""
+    """The vectors `parts`, of one type, concatenated."""
 
     name: str
     parts: tuple[SourceTensor, ...]
@@ -335,7 +337,7 @@ class Joined(View):
 
 @dataclass(frozen=True)
 class Matrices(View):
-    """The matrices `parts`, of one type, below each other (R of all, C), or side by side (R, C of all).
+    """The matrices `parts`, of one type, stacked by rows (R of all, C), or by columns (R, C of all).
 
     beside: true for side by side.
     """
@@ -350,7 +352,7 @@ class Matrices(View):
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """First row, or column, of each part, and the end of the last."""
+        """Index of the first row, or column, of each part, and the end of the last."""
         return np.cumsum([0, *(part.shape[self.by_columns] for part in self.parts)])
 
     @cached_property
@@ -377,7 +379,7 @@ class Matrices(View):
 
     @property
     def code_format(self) -> RowFormat | None:
-        """The last part's. Side by side, or of several types, none are kept."""
+        """The last part's format. Stacked by columns, or of several types, no codes are kept."""
         return None if self.by_columns or not self._alike else self.parts[-1].code_format
 
     @property
@@ -416,7 +418,7 @@ class Matrices(View):
         return _sample(self.parts, start, nbytes)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[SourceTensor, tuple[int, int]]]:
-        """The parts that hold [start, stop), and what of each, counted from its own start."""
+        """The parts that hold [start, stop), and the range in each, counted from the part's start."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         for index in range(max(0, first), len(self.parts)):
             begin, end = int(self._starts[index]), int(self._starts[index + 1])
@@ -427,12 +429,12 @@ class Matrices(View):
 
 
 def _columns_together(stored: RowFormat) -> int:
-    """Columns that share a scale of either level."""
+    """Number of columns that share a scale of either level."""
     return SUPER_SIZE if stored.two_levels else stored.group_size
 
 
 def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
-    """As of `SourceTensor`, of parts one after the other."""
+    """Bytes of consecutive parts, as in `SourceTensor.sample`."""
     data = b""
     for part in parts:
         if len(data) == nbytes:
@@ -444,6 +446,6 @@ def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
 
 
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:
-    """Rows of a projection of `heads` heads, each head's in `order`."""
+    """Row indices of a projection of `heads` heads, with each head's rows in `order`."""
     rows: NDArray[np.int64] = np.arange(heads)[:, None] * len(order) + np.array(order)
     return rows.reshape(-1)

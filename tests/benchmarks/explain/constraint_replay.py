@@ -139,7 +139,9 @@ def measured(
     for _ in range(TEXTS):
         tokens = longest_first(json.dumps(answer(rng), ensure_ascii=False), ids)
         own = partial(grammars.own_matcher, constraint)
-        waits.follow(Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, unshared=own), tokens)
+        waits.follow(
+            Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, unshared=own), tokens
+        )
         most = max(most, len(tokens))
     found = {"step": waits.steps, "replay": waits.replays, "pause": waits.pieces}
     figures = {name: round(1e3 * max(seconds), 1) for name, seconds in found.items()}
