@@ -1,4 +1,4 @@
-"""Row-column bundling: rows read from a checkpoint become the bytes of a bundle's files.
+"""Row-column bundling: turns rows read from a checkpoint into the bytes of a bundle's files.
 
 A neuron's record holds its gate row, its up row where there is one, and its *column* of the down projection
 ("LLM in a flash", arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
@@ -58,7 +58,8 @@ class Chunk:
 def pack(
     blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, runner: _native.Runner
 ) -> Generator[Chunk, None, None]:
-    """Quantise blocks, but for codes of the checkpoint, and pack them as the bundle stores them, in order.
+    """The blocks, quantised except for codes kept from the checkpoint, packed as chunks of the bundle's
+    files, in order.
 
     Raises CheckpointError if a value can't be stored.
     """
@@ -119,7 +120,7 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
 
 
 def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at: int) -> Chunk:
-    """Rows of an expert's matrix, or all its products' biases, as its record has them from byte `at` on.
+    """A part of an expert's record from byte `at` on: rows of one matrix, or the biases of all its products.
 
     What ends a part is followed by the part's padding.
     """
@@ -142,7 +143,7 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
 def _slice_tiles(
     runner: _native.Runner, block: Block, matrix: TiledMatrix
 ) -> tuple[NDArray[np.uint8], Mapping[str, Fidelity]]:
-    """The tiles (nbytes,) of a slice's matrix, with zeros where it has fewer neurons, and their fidelity."""
+    """The tiles (nbytes,) of a slice's matrix, zero-padded to whole slices, and their fidelity."""
     stored = block.formats[0]
     rows = _stored(runner, block.rows[0], stored, block.sources[0])
     sizes = matrix.row.codes_bytes, matrix.row.scales_bytes, matrix.row.biases_bytes
@@ -157,7 +158,7 @@ def _slice_tiles(
 
 
 def _in_planes(matrices: Sequence[NDArray[np.uint8]], layout: SliceLayout) -> NDArray[np.uint8]:
-    """The record (stride,) of a slice, of the tiles (nbytes,) of its matrices."""
+    """The record (stride,) of a slice, from the tiles (nbytes,) of its matrices."""
     record = np.zeros(layout.stride, dtype=np.uint8)
     for data, (high, low), matrix in zip(matrices, layout.places, layout.tiles.matrices, strict=True):
         of_high = record[high : high + matrix.tiles * matrix.high_tile_bytes]
@@ -178,7 +179,7 @@ def _parts(rows: QuantizedRows) -> tuple[NDArray[np.uint8], NDArray[np.uint8], N
 
 
 def _tiles(runner: _native.Runner, rows: QuantizedRows, stored: RowFormat) -> NDArray[np.uint8]:
-    """Tiles (n, bytes of 16 rows) of rows, with zeros behind the last."""
+    """Tiles (n, bytes of 16 rows) of rows, zero-padded to 16."""
     parts = _parts(rows)
     row_bytes = sum(values.shape[1] for values in parts)
     data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
@@ -202,7 +203,8 @@ def _stored(
 
 
 def _fidelity(runner: _native.Runner, block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
-    """What storing the block did to it, by kind; nothing at 16 bits, where it isn't worth measuring."""
+    """What storing the block did to it, by kind of matrix; empty at 16 bits, where it isn't worth
+    measuring."""
     kinds: dict[str, Fidelity] = {}
     for kind, source, quantised, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
         if stored.bits != 16:

@@ -1,4 +1,5 @@
-"""The quantisation that `--quant auto` stands for: a quantised checkpoint's own, so that codes are copied."""
+"""Chooses the quantisation for `--quant auto`: a quantised checkpoint's own formats, so that codes are
+copied."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ Place = tuple[MatrixKind, int | None, str]
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
-    """The quantisation that `auto` stands for: the bits of most quantised weights' codes, else q4.
+    """The quantisation for `--quant auto`: the bits of most quantised weights' codes, else q4.
 
     Matrices that are stored as tiles are copied exactly, layer by layer, where those of a layer have one
     format that tiles hold. Else they have the format that holds the codes of at least half of their weights,
@@ -56,7 +57,8 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
 def _by_name(
     formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
 ) -> tuple[tuple[str, RowFormat], ...]:
-    """`QuantConfig.formats`: the format of most weights of a kind, then parts and layers with others."""
+    """`QuantConfig.formats`: each kind's most common format, then the parts and layers that differ from
+    it."""
     named: dict[str, RowFormat] = {}
     for kind in MATRIX_KINDS:
         of_kind = {place: stored for place, stored in formats.items() if place[0] == kind}
@@ -85,9 +87,8 @@ def _common(formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence
 
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, str, SourceTensor]]:
-    """The checkpoint's matrices, with their kinds, layers and parts, but for down projections of neurons with
-    records of their own.
-    """
+    """The checkpoint's matrices, each with its kind, layer and part, except down projections of neurons
+    stored as records."""
     config, tensors = checkpoint.config, checkpoint.tensors
     for name, sources in resident_sources(checkpoint):
         kind = matrix_kind(name)
@@ -118,7 +119,7 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
 
 
 def _exact_format(tensors: Sequence[SourceTensor], kind: MatrixKind, config: ModelConfig) -> RowFormat | None:
-    """The format of tiles that holds every value of these matrices, or None."""
+    """The tile format that holds every value of these matrices, or None."""
     formats = {tensor.tile_format for tensor in tensors}
     stored = formats.pop() if len(formats) == 1 else None
     if stored is not None and stored.two_levels and kind == "down" and slice_unit(config) % SUPER_SIZE:
@@ -127,7 +128,7 @@ def _exact_format(tensors: Sequence[SourceTensor], kind: MatrixKind, config: Mod
 
 
 def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
-    """The format of matrices at `bits` bits: that of most of their weights' codes, if it is one.
+    """The format of matrices at `bits` bits: that of most of their weights' codes, if there is one.
 
     MXFP4 is that of all or of none, as nothing is rounded to it.
     """

@@ -92,7 +92,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a whole bundle before it takes its name.
+    """Training of a bundle before it gets its final name.
 
     identity: a word that identifies the training data. With the checkpoint and the options it determines the
     bytes of the bundle. run: trains the bundle in a folder, and adds the result to it; None: a text rounds,
@@ -107,7 +107,8 @@ class Training:
 
 
 BeginTraining = Callable[[Checkpoint], Training | None]
-"""Gives a checkpoint's training, or None for none. It refuses a checkpoint before anything is written."""
+"""A function from a checkpoint to its training, or None. It may refuse the checkpoint before anything is
+written."""
 
 
 def convert(
@@ -180,8 +181,8 @@ def convert(
 def _rounding_pieces(
     checkpoint: Checkpoint, training: Training, quant: QuantConfig
 ) -> Sequence[Sequence[int]]:
-    """The pieces that weights are rounded by. What experts and latent attention are given isn't recorded:
-    nothing rounds by it.
+    """The pieces of text by which weights are rounded; none for experts and latent attention, whose inputs
+    aren't recorded.
 
     Raises UnsupportedModelError for random pieces then, which do nothing but round.
     """
@@ -208,12 +209,12 @@ def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _origin(checkpoint: Checkpoint) -> str:
-    """What tells a conversion's bytes from another's, its options aside."""
+    """What identifies a conversion's bytes, apart from its options."""
     return f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
 
 
 class _Conversion:
-    """One run over the partial folder: it completes the files that are there to a whole bundle."""
+    """One run over the partial folder: it completes the files that are there to a finished bundle."""
 
     def __init__(
         self,
@@ -274,7 +275,7 @@ class _Conversion:
         self._errors = ErrorLog(self._folder.partial)
 
     def _options(self) -> dict[str, str]:
-        """What the bytes depend on beside the source, in words."""
+        """What the bytes depend on besides the source, in words."""
         quant, text = self._quant.name, "none"
         if self._quant != QuantConfig.parse(quant):
             quant += " with formats of the source"
@@ -338,7 +339,7 @@ class _Conversion:
     def _chunks(
         self, wanted: Wanted, runner: _native.Runner, rounded: Mapping[str, RoundedRows] = NOT_ROUNDED
     ) -> Generator[Chunk, None, None]:
-        """What is wanted, read and packed ahead."""
+        """The blocks that `wanted` selects, read and packed ahead."""
         blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant, rounded), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
         # Closing the stages waits for the reads that are under way, so these are interrupted first:
@@ -356,7 +357,8 @@ class _Conversion:
     def _rounded_chunks(
         self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
     ) -> Generator[Chunk, None, None]:
-        """What is wanted layer by layer, each rounded when its turn comes, then what belongs to none."""
+        """The blocks that `wanted` selects, layer by layer, each layer rounded just before it is packed; then
+        those of no layer."""
         rounding = LayerRounding(
             self._checkpoint,
             self._quant,
@@ -380,7 +382,7 @@ class _Conversion:
                 yield from _counted(chunks, meter)
 
     def _write_chunks(self, chunks: Generator[Chunk, None, None], missing: Container[str]) -> None:
-        """Write chunks of record files when they come, and of the resident file between them."""
+        """Write chunks of record files as they come, and of the resident file between them."""
 
         def resident() -> Iterator[Chunk]:
             for chunk in chunks:
@@ -396,7 +398,8 @@ class _Conversion:
             deque(tensors, maxlen=0)
 
     def _write_records(self, first: Chunk, following: Iterator[Chunk]) -> None:
-        """Write the record file of `first`, whose other chunks follow. Then a layer can be tried."""
+        """Write the record file that begins with the chunk `first`. When it is complete, its layer can be
+        tried."""
         self._writer.write_records(first.file, self._data(first.file, _until_last(first, following)))
         if self.trial is not None and first.file in self._neurons:
             self.trial.add(*map(self._writer.written, (RESIDENT, EMBEDDING, first.file)))
@@ -435,7 +438,8 @@ class _Conversion:
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
 
     def _notes(self) -> tuple[str, ...]:
-        """Whether a text rounded the weights, and what became of quantised ones, by kind of matrix."""
+        """Notes: whether a text rounded the weights, and what happened to quantised ones, by kind of
+        matrix."""
         text: tuple[str, ...] = ()
         if self._pieces:
             tokens = "random tokens" if self._is_random else "tokens of a text"
@@ -448,7 +452,7 @@ class _Conversion:
         return (*text, *(f"{kind}: {fidelity.note(self._formats_of(kind))}" for kind, fidelity in kinds))
 
     def _formats_of(self, kind: str) -> tuple[RowFormat, ...]:
-        """The formats of a kind of matrix, as notes tell them apart."""
+        """The formats of a kind of matrix that notes tell apart."""
         matrices: dict[str, MatrixKind] = {
             "embedding": "embedding",
             "gate": "feed_forward",
@@ -462,7 +466,7 @@ class _Conversion:
 
 @contextmanager
 def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
-    """Interrupt the checkpoint's reads if the work in the block fails or is stopped."""
+    """A context that interrupts the checkpoint's reads if the work in it fails or is stopped."""
     with ExitStack() as failed:
         failed.callback(checkpoint.interrupt)
         yield
@@ -470,7 +474,7 @@ def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _try_out(folder: OutputFolder, layers: LayersTrial | None) -> None:
-    """Check that the bundle computes something usable; if it doesn't, delete it and raise CheckpointError."""
+    """Check that the bundle computes usable logits; if not, delete it and raise CheckpointError."""
     try:
         check_computes(Bundle.open(folder.partial), layers)
     except CheckpointError:
@@ -528,7 +532,7 @@ def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int
 
 
 def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
-    """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
+    """Checkpoint bytes for each (file, tensor) of the bundle: of a record file, or of a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
     if checkpoint.config.per_layer_width:
@@ -550,7 +554,7 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
 
 
 def _until_last(first: Chunk, following: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks of a record file, the last of which says so: what comes next may take minutes."""
+    """The chunks of a record file, the last one marked: what follows it may take minutes."""
     chunk = first
     yield chunk
     while not chunk.last:

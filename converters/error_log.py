@@ -14,7 +14,7 @@ from ondevice.errors import OndeviceError
 _SUMMARISED = {
     f"{prefix}{which}": "feed_forward" for prefix in ("", "expert_") for which in ("gate", "up", "down")
 }
-"""Kinds that the summary puts together, as a bundle's manifest has one error for them."""
+"""Kinds that the summary merges, because a bundle's manifest has one error for them."""
 
 
 class ErrorLog:

@@ -1,4 +1,4 @@
-"""What a conversion did to weights: how many kept the codes of their source, and what rounding cost."""
+"""What a conversion did to weights: how many kept their source's codes, and what rounding cost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measure(
     rows: QuantizedRows,
     stored: RowFormat,
 ) -> Fidelity:
-    """What storing rows at 4 to 8 bits did to them."""
+    """The fidelity of rows stored at 4 to 8 bits."""
     if isinstance(source, RoundedRows):
         error, weight = source.squares.sum(axis=0)
         count = len(source.squares) * source.cols
@@ -83,7 +83,7 @@ def measure(
 
 
 def joined(one: Mapping[str, Fidelity], other: Mapping[str, Fidelity]) -> dict[str, Fidelity]:
-    """The sums by kind."""
+    """The sums of both, by kind of matrix."""
     kinds = dict(one)
     for kind, fidelity in other.items():
         kinds[kind] = kinds.get(kind, Fidelity()) + fidelity

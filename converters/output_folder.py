@@ -1,4 +1,4 @@
-"""The folder where a conversion writes: `<output>.partial`, until it is whole and takes the name `<output>`.
+"""The folder that a conversion writes: `<output>.partial`, renamed to `<output>` when the bundle is complete.
 
 It replaces and deletes nothing but bundles and unfinished ones. Files are deleted one by one, by the names
 that conversions make, never as a whole tree.
@@ -37,7 +37,7 @@ from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
 
 REPLACED = ".replaced"
-"""What the name of an older bundle ends with while the new one takes its place."""
+"""Suffix of an older bundle's name while the new one takes its place."""
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, PER_LAYER, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {name for sidecar in SIDECARS for name in sidecar.files}
@@ -304,7 +304,7 @@ def _is_made_here(name: str) -> bool:
 
 
 def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> None:
-    """Raises UsageError if `folder` holds anything but `besides` that no conversion put there."""
+    """Raises UsageError if `folder` holds anything but `besides` and what conversions put there."""
     for entry in sorted(folder.iterdir()):
         if entry in besides:
             continue
@@ -315,7 +315,7 @@ def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> No
 
 
 def _delete_files(folder: Path, keep: Container[str] = (), also: Container[str] = ()) -> None:
-    """Delete the files in `folder` that a conversion makes, and those named in `also`, except `keep`.
+    """Delete the files in `folder` that a conversion makes and those named in `also`, except `keep`.
 
     Raises OSError.
     """

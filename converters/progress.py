@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a conversion. Bytes are bytes of the checkpoint."""
+    """Progress of a conversion, in bytes of the checkpoint."""
 
     step: str
     """The bundle file being made."""
@@ -32,7 +32,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class ProgressMeter:
-    """Counts bytes and calls back. Skipped bytes, done by an earlier run, don't count for the speed."""
+    """Counts bytes and reports them. Skipped bytes, done by an earlier run, don't count for the speed."""
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         self._total_bytes = total_bytes

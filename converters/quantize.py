@@ -37,7 +37,7 @@ Weights = NDArray[Any]
 Float32 = NDArray[np.float32]
 Stored: TypeAlias = RowFormat | Bits
 CUTS = tuple(np.float32(cut) for cut in (0.0, 0.04, 0.08))
-"""Shares of a group's range that the starts of the search leave out at an end."""
+"""Shares of a group's range that the search's starting points cut off at an end."""
 FITS = 4
 """Times that scale and bias are fitted to the codes by least squares."""
 _SAMPLED_ROWS = 4
@@ -60,7 +60,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows that were rounded before they are stored.
+    """Rows rounded before they are stored, with their errors.
 
     cols: logical columns. squares: float64 (R, 2), sums over each row of (stored - exact)^2 and exact^2.
     """
@@ -78,7 +78,7 @@ class RoundedRows:
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
+    """Rows of a quantised checkpoint, by codes that a bundle can hold unchanged.
 
     codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 where
     float16 may not hold them: those of the checkpoint exactly, for the format's groups. Biases that aren't
@@ -117,7 +117,7 @@ def _cut_parts(
 
 
 class EncodedColumns(Protocol):
-    """Columns of a checkpoint's matrix (C, columns), still encoded, which become rows (R, C)."""
+    """Columns of a checkpoint's matrix (C, columns), still encoded, to become rows (R, C)."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -138,7 +138,7 @@ class EncodedColumns(Protocol):
 def padded_codes(
     codes: NDArray[np.uint8], scales: NDArray[Any], biases: NDArray[Any], layout: RowLayout
 ) -> SourceCodes:
-    """Whole groups of rows, with zeros behind them as `layout` has it."""
+    """Codes, scales and biases, zero-padded to whole groups of rows as in `layout`."""
     more = ((0, 0), (0, layout.groups - scales.shape[1]))
     if layout.groups == scales.shape[1]:
         return SourceCodes(codes, scales, biases)
@@ -148,12 +148,12 @@ def padded_codes(
 
 
 def row_format(stored: Stored) -> RowFormat:
-    """The format; bits alone have groups of 64."""
+    """The row format; a number of bits alone means groups of 64."""
     return stored if isinstance(stored, RowFormat) else RowFormat(stored)
 
 
 def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows:
-    """The codes as they are, and their scales and biases rounded to float16.
+    """The source's codes unchanged, with scales and biases rounded to float16.
 
     Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16, implied
     biases included, and for scales of MXFP4 that are beyond float32.
@@ -179,7 +179,7 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
 
 
 def _check_headers(headers: NDArray[np.uint8], stored: RowFormat, name: str) -> None:
-    """Raises CheckpointError where a float16 of headers (R, bytes) isn't finite."""
+    """Raises CheckpointError unless every float16 in headers (R, bytes) is finite."""
     each = headers.reshape(-1, stored.header_bytes)[:, : stored.upper_bytes]
     if not np.isfinite(np.ascontiguousarray(each).view(np.float16)).all():
         raise _bad_values(name)

@@ -42,10 +42,11 @@ from ondevice.converters.quantize import (
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
 DOWN_BLOCK_BYTES = 96 << 20
-"""Bytes of a down projection held at a time, encoded or as values. Reading columns is cheap only for many."""
+"""Bytes of a down projection held at a time, encoded or as values. Reading columns is cheap only in large
+numbers."""
 
 Wanted = Callable[[str, str], bool]
-"""Gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read."""
+"""A function from a bundle file and a resident tensor (or `records`) to whether it is to be read."""
 NOT_ROUNDED: Mapping[str, RoundedRows] = {}
 EXPERT_KINDS: Mapping[str, MatrixKind] = {"gate": "experts", "up": "experts", "down": "experts_down"}
 """The kind of each of an expert's matrices."""
@@ -55,9 +56,9 @@ NAMES_OF_KINDS: Mapping[MatrixKind | None, str] = {
     "head": "head",
     None: "other",
 }
-"""What notes call the kinds of resident matrices."""
+"""Names of resident matrices' kinds in notes."""
 _PROJECTION = re.compile(r"layers\.\d+\.attention\.(q|k|v|kv|z|x|b|c)")
-"""Names of the parts of a layer's fused projection, as `ModelConfig.projection_sizes` has them."""
+"""Names of the parts of a layer's fused projection, as in `ModelConfig.projection_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def read_blocks(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
-    """The embedding and per-layer rows; by layer resident tensors, neurons, their gates, experts; the rest.
+    """All blocks in file order: embedding and per-layer rows; layer by layer resident tensors, neurons, gates
+    and experts; the rest.
 
     quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
     rounded: matrices to take as they are, by their names. A down projection's rows are neurons, unless
@@ -127,7 +129,7 @@ def _layer_records(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """A layer's neurons, their gates if they have a file of their own, and its experts, if they have one."""
+    """A layer's neurons, its gates if they have a file, and its experts, if it has any."""
     records = checkpoint.config.records[layer]
     if records and wanted(neuron_file_name(layer), RECORDS_TENSOR):
         of_layer = _slices if checkpoint.config.is_sliced else _neurons
@@ -146,7 +148,7 @@ def _resident(
     matrix: TiledMatrix | None,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """matrix: what the tensor holds as tiles; None of float32 values."""
+    """The blocks of a resident tensor. matrix: what it holds as tiles; None for float32 values."""
     if matrix is not None:
         (source,), kind = sources, NAMES_OF_KINDS[matrix_kind(tensor)]
         yield from _matrix(RESIDENT, tensor, kind, source, matrix.row.stored, rounded)
@@ -159,7 +161,7 @@ def _resident(
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:
-    """The kind of a resident matrix, by its tensor's name; None for one that few models have."""
+    """The kind of a resident matrix, by its tensor's name; None for kinds that few models have."""
     if _PROJECTION.fullmatch(tensor):
         return "qkv"
     kinds: dict[str, MatrixKind] = {"head": "head", "attention.out": "out"}
@@ -167,7 +169,7 @@ def matrix_kind(tensor: str) -> MatrixKind | None:
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
-    """Every resident tensor, and the checkpoint tensors that it is made of, in order: one for a matrix."""
+    """Every resident tensor with the checkpoint tensors that it is made from, in order: one for a matrix."""
     config, tensors = checkpoint.config, checkpoint.tensors
     if config.learned_positions:
         yield POSITIONS, [tensors[names.POSITIONS]]
@@ -222,7 +224,7 @@ def _norm(
 
 
 def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
-    """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
+    """Bytes of the largest down projection read in several blocks of columns; 0 if there is none."""
     layers = (layer for layer, records in enumerate(checkpoint.config.records) if records)
     downs = {layer: checkpoint.tensors[names.LayerNames(layer).down] for layer in layers}
     if checkpoint.config.is_sliced:
@@ -336,7 +338,7 @@ def _slices_of_columns(
 
 
 def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
-    """A layer's experts, matrix by matrix, each followed by its products' biases, if it has any."""
+    """A layer's experts, matrix by matrix, each followed by the biases of its products, if it has any."""
     name, spec, tensors = names.LayerNames(layer), checkpoint.config.layers[layer], checkpoint.tensors
     assert spec.experts is not None
     file, last = expert_file_name(layer), spec.experts.count - 1
@@ -360,7 +362,7 @@ def _matrix(
     stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """Rows of a matrix; all blocks but the last have a multiple of 16."""
+    """Rows of a matrix, in blocks of a multiple of 16 except the last."""
     count, step = source.shape[0], _rows_per_block(source)
     for start in range(0, count, step):
         stop = min(start + step, count)
@@ -370,7 +372,7 @@ def _matrix(
 
 
 def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
-    """A matrix whose rows stay as they are, such as learned positions: each block's as one vector.
+    """A matrix whose rows stay unchanged, such as learned positions; each block is one vector.
 
     Raises CheckpointError if a value isn't finite.
     """
@@ -394,11 +396,11 @@ def _rows(
 
 
 def _share(source: SourceTensor, start: int, stop: int, count: int) -> int:
-    """Checkpoint bytes of rows or columns [start, stop) out of `count`; shares add up to the whole."""
+    """Checkpoint bytes of rows or columns [start, stop) out of `count`; shares add up to the total."""
     return source.nbytes * stop // count - source.nbytes * start // count
 
 
 def _rows_per_block(source: SourceTensor) -> int:
-    """Rows read at a time: whole units, and a multiple of 16, which the kernels quantise together."""
+    """Rows read at a time: complete units, and a multiple of 16, which the kernels quantise together."""
     unit = lcm(16, source.row_unit)
     return max(unit, BLOCK_BYTES * source.shape[0] // source.values_nbytes // unit * unit)

@@ -1,4 +1,4 @@
-"""Writes a slice of a bundle as a bundle of its own, for a machine that runs some of a model's layers.
+"""Writes a slice of a bundle as a separate bundle, for a machine that runs some of a model's layers.
 
 Files of records are linked, or copied where no link can be made. The resident tensors and sidecars are
 copied layer by layer, checked on the way.
@@ -56,7 +56,7 @@ _REMEDY = "make room, or choose another --output"
 
 
 def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
-    """Write `bundle`, which `Bundle.slice` gave, as the bundle `output`, and return its path.
+    """Write `bundle`, a result of `Bundle.slice`, as the bundle `output`, and return its path.
 
     The folder has the name `output` when all of it is there. Damaged sidecars are left out. Raises UsageError
     if `output` exists and `force` doesn't allow to replace it, FlashReadError for damaged tensors, and
@@ -81,9 +81,8 @@ def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
 
 
 def _written_bytes(bundle: Bundle, folder: Path) -> int:
-    """Bytes that a slice takes of the disk of `folder`: its resident file, and files of records that can't be
-    links, as they lie on another disk.
-    """
+    """Disk space in bytes that a slice takes in `folder`: its resident file, and record files that can't be
+    linked from another disk."""
     names = bundle_files(bundle.config, bundle.manifest.tokenizer)[:-1]
     files, disk = [bundle.file(name) for name in names if name != RESIDENT], _disk(folder)
     copied = [it.nbytes for it in files if _disk(it.path) != disk]
@@ -123,7 +122,7 @@ def _fill(bundle: Bundle, folder: Path) -> None:
 
 
 def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
-    """Write the slice's sidecars, which belong to the weights of `manifest`."""
+    """Write the slice's sidecars, bound to the weights of `manifest`."""
     config, digest_of_weights = bundle.config, weights_digest(manifest)
     layered: list[tuple[Sidecar, Any, Callable[[Any], bytes], Callable[[], Mapping[str, TensorSpec]]]] = []
     if (predictors := bundle.predictors) is not None:
@@ -177,7 +176,7 @@ def _link(source: Path, folder: Path) -> None:
 def _copy_tensors(
     bundle: Bundle, source: CheckedFile, tensors: Mapping[str, TensorSpec], path: Path
 ) -> FileDigest:
-    """Write the safetensors file `path` with some of the tensors of `source`, which are checked as read."""
+    """Write the safetensors file `path` with some tensors of `source`, checked as they are read."""
     # The unit of the source's checksums is that of every file of its kind.
     layout = tensors_layout(tensors, source.crc_units[0])
     digest = FileDigest(layout, _native.crc32c)

@@ -1,4 +1,4 @@
-"""Trial of a bundle before it gets its name: a few tokens pass through, to refuse unusable models.
+"""Tries a bundle before it gets its name: a few tokens pass through it, so that unusable models are refused.
 
 The layers of one that is converted without a stop are tried while the next are converted.
 
@@ -63,9 +63,9 @@ from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
-"""Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
+"""Number of tokens tried, evenly spaced in the vocabulary. With 8, weights fuzzed to be unusable pass."""
 SAMPLES = 16
-"""Records of each layer, and blocks of the resident file, that a disk must give back."""
+"""Records of each layer, and blocks of the resident file, that are read back from the disk."""
 _TABLE_FILE = FIRST_NEURON_FILE + 1
 """Index of the embedding in a reader of one layer's files."""
 READ_THREADS = 2
@@ -73,7 +73,7 @@ READ_THREADS = 2
 
 
 class LayersTrial:
-    """A trial of layers while the ones after them are converted: each is read when it has just been written.
+    """A trial of layers while the ones after them are converted: each is read just after it was written.
 
     So its bytes come from the page cache, checked by CRC-32C. What a disk gives back later isn't known by it:
     `check_computes` reads a sample from there.
@@ -96,7 +96,7 @@ class LayersTrial:
         return self._spans[name]
 
     def add(self, resident: CheckedFile, embedding: CheckedFile, neurons: CheckedFile) -> None:
-        """Begin the trial of the next layer, once at most one before it is under way.
+        """Begin the next layer's trial, after waiting until at most one is under way.
 
         Raises FlashReadError if a file can't be opened.
         """
@@ -142,7 +142,7 @@ class LayersTrial:
 
 
 class _WrittenNeurons:
-    """`FeedForwardSource` of the layer whose file is the reader's first of neurons.
+    """The `FeedForwardSource` of a layer whose neuron file is the reader's first.
 
     buffers: two of PIECE_BYTES.
     """
@@ -164,7 +164,7 @@ class _WrittenNeurons:
         self._buffers = buffers
 
     def read(self, first: int, count: int) -> Bytes:
-        """As of its protocol, but valid until the read after the next: memory that was used is cheaper."""
+        """As in its protocol, but valid until the read after the next: reused memory is cheaper."""
         self._buffers.reverse()
         layout, nbytes = self.layout, self.layout.nbytes(count)
         record, records = first // layout.neurons, layout.num_records(count)
@@ -175,11 +175,11 @@ class _WrittenNeurons:
         return out.reshape(records, layout.stride)
 
     def check_gates(self, first: int, records: Bytes) -> None:
-        """Their copies are compared where a bundle has them."""
+        """Compare the gates' copies with these records, where a bundle has such copies."""
 
 
 def tries_layers(config: ModelConfig) -> bool:
-    """True for models whose layers `LayersTrial` can try."""
+    """Whether `LayersTrial` can try the model's layers."""
     # Copies of gates are compared with a file that is written after the neurons; matrices that make an
     # embedding as wide as a layer are written last.
     return config.is_plain and not config.zeros_gates and not config.embedding_width
@@ -191,7 +191,7 @@ def trial_tokens(config: ModelConfig) -> Sequence[int]:
 
 
 def check_computes(bundle: Bundle, layers: LayersTrial | None = None) -> None:
-    """Raises CheckpointError if logits aren't finite, or are the same for every token of the vocabulary.
+    """Raises CheckpointError if logits aren't finite, or are equal for every token of the vocabulary.
 
     layers: a trial of the bundle's layers, of which then a sample is read. Raises FlashReadError if the disk
     doesn't give back what was written.
@@ -224,7 +224,7 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None
 
 
 def _read_sample(bundle: Bundle, reader: FlashReader) -> None:
-    """Read, evenly spaced, records of every layer and blocks of the resident file. Raises FlashReadError."""
+    """Read evenly spaced records of every layer and blocks of the resident file. Raises FlashReadError."""
     nbytes = bundle.file(RESIDENT).nbytes
     blocks = range(0, -(-nbytes // RESIDENT_BLOCK_BYTES))
     for block in np.linspace(0, len(blocks) - 1, min(SAMPLES, len(blocks))).astype(int).tolist():
@@ -269,7 +269,7 @@ def _logits(
 
 
 def _narrowed(bundle: Bundle, resident: TensorFile, runner: _native.Runner, x: Float32) -> Float32:
-    """What the head multiplies, (T, E), of the last layer's output x (T, D): normed, and E wide."""
+    """(T, E) input of the head, from the last layer's output x (T, D): normed, and E wide."""
     config, backend = (
         bundle.config,
         CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS),

@@ -1,4 +1,4 @@
-"""A few tokens through a bundle's layers, of which one is in memory at a time: what `trial` is made of.
+"""Runs a few tokens through a bundle's layers, one layer in memory at a time.
 
 A layer's attention is loaded whole, and a few MB of its neurons, or one of its experts.
 """
@@ -58,7 +58,7 @@ memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 cor
 
 
 class LayerBackend(CpuBackend):
-    """A backend for one layer after another, whose matrices have the memory of those of the layer before."""
+    """A backend for one layer after another, whose matrices reuse the memory of the layer before."""
 
     def __init__(self, runner: _native.Runner, layout: RecordLayout | SliceLayout) -> None:
         neurons = layout.neurons_in(PIECE_BYTES)
@@ -114,7 +114,7 @@ def through_layer(
 
 
 class LayerByLayer:
-    """A text's way through all layers of a bundle, whatever their blocks."""
+    """A text's pass through all layers of a bundle, whatever their blocks."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LayerByLayer:
         """Keys and values of layers whose keys and values others read."""
 
     def run(self) -> Float32:
-        """(T, D) what leaves the last layer."""
+        """(T, D) output of the last layer."""
         config, width = self._config, self._config.per_layer_width
         model = self._around()
         copies, inputs = model.entering(self._tokens)
@@ -162,7 +162,7 @@ class LayerByLayer:
         return Transformer(config, backend, ModelWeights(table, [], None, None, positions, **blocks))
 
     def _through(self, layer: int, copies: Copies, inputs: Float32 | None) -> tuple[Copies, list[Block]]:
-        """What leaves a layer, and its keys and values. inputs: its own per-layer inputs, (T, W)."""
+        """A layer's output, and its keys and values. inputs: the layer's per-layer inputs, (T, W)."""
         config, backend = self._config, self._backend
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of
         layers: tuple[LayerSpec, ...] = (spec,)
@@ -199,7 +199,7 @@ class LayerByLayer:
 
 
 def _held(copies: Copies) -> Copies:
-    """Copies of arrays that a backend has returned, which are valid only until its next op."""
+    """Copies of arrays that a backend returned, which are valid only until its next op."""
     return [np.array(copy) for copy in copies]
 
 

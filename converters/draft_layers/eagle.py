@@ -1,4 +1,5 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as their authors and others publish them, for a bundle of their model.
+"""EAGLE-3 heads (arXiv 2503.01840) as published by their authors and others, added to a bundle of their
+model.
 
 Names and arithmetic are those of SafeAILab/EAGLE (`eagle/model/cnets.py`), of vLLM (`llama_eagle3.py`), and
 of the `speculators` format, which nests a Llama's keys. A folder has `config.json` and safetensors files.
@@ -32,7 +33,7 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import SIZE_LIMITS, ModelConfig
 
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
-"""What the decoder layer's tensors are called in the authors' files and in those of `speculators`."""
+"""Prefixes of the decoder layer's tensors in the authors' files and in those of `speculators`."""
 IGNORED = frozenset({"t2d"})
 """The vocabulary's mask, which `d2t` implies."""
 HARMLESS = frozenset({
@@ -64,7 +65,7 @@ def convert_eagle(source: str | Path, bundle_path: str | Path, bits: Any = 8) ->
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's keys, those of a nested `transformer_layer_config` among them."""
+    """The config's keys, merged with those of a nested `transformer_layer_config`."""
     inner = values.get("transformer_layer_config")
     if inner is None:
         return dict(values)
@@ -74,7 +75,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
-    """All tensors of the folder, whose file may have any name if there is one alone."""
+    """All tensors of the folder. A single file may have any name."""
     names = [name for name in folder.names() if name.endswith(".safetensors")]
     if len(names) == 1:
         return read_tensors(opened.enter_context(closing(folder.open(names[0]))))
@@ -82,7 +83,7 @@ def _tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
 
 
 def _named(raw: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
-    """Tensors by their names without what comes before a layer's own. Raises CheckpointError."""
+    """Tensors by name, without the prefix of the layer. Raises CheckpointError for two of one name."""
     if len(raw) > MAX_HEAD_TENSORS:
         raise UnsupportedModelError(
             f"{len(raw)} tensors are more than an EAGLE-3 head has, which is one layer; give the head's own "
@@ -102,7 +103,7 @@ def _named(raw: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
 def _described(
     reader: ConfigReader, raw: Mapping[str, RawTensor], bits: Any, target: ModelConfig
 ) -> DraftLayer:
-    """What the head is, by its config and the tensors that it has."""
+    """The head's description, from its config and its tensors."""
     reader.only("num_hidden_layers", 1)
     for key in ("pretraining_tp", "logit_scale"):
         reader.only(key, 1)
@@ -156,7 +157,7 @@ def _described(
 
 
 def _size(reader: ConfigReader, key: str, limit: str = "", default: int | None = None) -> int:
-    """A size from 1 to the limit of a model's. Raises CheckpointError."""
+    """A size from 1 to the limit of a model's size. Raises CheckpointError."""
     value, most = reader.integer(key, default), SIZE_LIMITS[limit or key]
     if not 1 <= value <= most:
         raise CheckpointError(f"config.json: {key} is {value}; it must be from 1 to {most}")
@@ -164,7 +165,7 @@ def _size(reader: ConfigReader, key: str, limit: str = "", default: int | None =
 
 
 def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """The layers that the three hidden states enter."""
+    """The layers whose inputs are the three hidden states."""
     key = "eagle_aux_hidden_state_layer_ids"
     nested = ConfigReader(reader.section("eagle_config") or {}, "config.json: eagle_config")
     nested.only("use_aux_hidden_state", True)
@@ -181,7 +182,7 @@ def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> dict[str, Weights]:
-    """The arrays that `write_draft_layer` takes, of the head's tensors. Raises CheckpointError."""
+    """The arrays that `write_draft_layer` takes, from the head's tensors. Raises CheckpointError."""
     width, projections = layer.hidden_size, "layer.self_attn."
     sizes = {"q": layer.query_size, "k": layer.num_kv_heads * layer.head_dim}
     sizes["v"] = sizes["k"]
@@ -237,7 +238,8 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
 
 
 def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Weights]:
-    """The values of the expected tensors. Raises CheckpointError for missing, further and other ones."""
+    """The values of the expected tensors. Raises CheckpointError for missing, surplus and wrongly shaped
+    ones."""
     missing = sorted(set(expected) - set(raw))
     if missing:
         raise CheckpointError(
@@ -260,7 +262,7 @@ def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...
 
 
 def _target_tokens(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> NDArray[np.int64]:
-    """The target's id of each of the head's tokens, which is its own and the offset in `d2t`.
+    """The target's id of each of the head's tokens: the head's id plus the offset in `d2t`.
 
     Raises CheckpointError.
     """

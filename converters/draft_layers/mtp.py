@@ -1,4 +1,4 @@
-"""The layer of a checkpoint that predicts one token more than the model, for a bundle of that model.
+"""The layer of a checkpoint that predicts one more token than the model, added to a bundle of that model.
 
 Qwen3-Next's, Qwen3.5's and 3.6's is `mtp.*`, that of GLM-4.5, GLM-4.7-Flash and DeepSeek V3 a layer behind
 the last one; families say so (`Description.ahead`). `transformers` leaves the layer out: names are those that
@@ -46,9 +46,9 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 LAYER_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-"""Keys by which configs of several families say how many layers predict tokens ahead."""
+"""Keys by which several families' configs count the layers that predict tokens ahead."""
 TYPES_AHEAD = tuple(family.model_type for family in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, MIMO_V2_FLASH))
-"""Families whose published checkpoints have such layers, whether their configs say so or not."""
+"""Families whose published checkpoints have such layers, even if their configs don't say so."""
 SEVERAL_LAYERS = (MIMO_V2_FLASH.model_type,)
 """Families with several such layers, of which the first drafts again and again; their hidden states are those
 that no norm has seen.
@@ -63,11 +63,11 @@ SAME_SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-"""What a bundle and the checkpoint of its model have in common, however it was converted."""
+"""Fields in which a bundle and its model's checkpoint agree, however it was converted."""
 
 
 def has_layers_ahead(source: str | Path) -> bool:
-    """Whether a folder is a model's that has layers that predict tokens ahead, and no draft head's.
+    """Whether a folder holds a model with layers that predict tokens ahead, rather than a draft head.
 
     Raises ModelNotFoundError for no folder, CheckpointError for one whose config can't be read.
     """
@@ -76,7 +76,7 @@ def has_layers_ahead(source: str | Path) -> bool:
 
 
 def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> DraftLayer:
-    """Add the layer that predicts one token more of the checkpoint in the folder `source` to a bundle of it.
+    """Add a checkpoint's layer that predicts one more token to a bundle of the same model.
 
     bits: of its matrices' codes, 4, 8 or 16.
 
@@ -105,7 +105,7 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
 
 
 def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the text model, where a config has several models'."""
+    """The keys of the text model, where a config describes several models."""
     kind, inner = values.get("model_type"), values.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(inner, dict):
         return values
@@ -113,7 +113,7 @@ def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_one_layer(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for several layers, and for one with embeddings of its own."""
+    """Raises UnsupportedModelError for several layers, and for a layer with its own embeddings."""
     for key in LAYER_COUNTS:
         if (count := config.get(key, 1)) != 1 and config.get("model_type") not in SEVERAL_LAYERS:
             raise UnsupportedModelError(
@@ -137,7 +137,7 @@ def _check_same_model(config: ModelConfig, target: ModelConfig) -> None:
 
 
 def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLayer:
-    """config: of the layer as a model of its own."""
+    """The layer's description. config: of the layer as a one-layer model."""
     spec = config.layers[0]
     attention, rope = spec.attention, config.ropes[spec.attention.rope]
     if rope.long_frequencies:
@@ -219,7 +219,7 @@ def _arrays(
 
 
 def _matrix_names(names: LayerNames) -> dict[str, str]:
-    """The tensors of matrices by the layer's names, but for those that are joined and experts'."""
+    """Checkpoint names of matrices by the layer's names, except joined ones and experts'."""
     return {
         "output_gates": names.weight("attention.gate"),
         "queries": names.weight("attention.queries"),
@@ -235,7 +235,7 @@ def _matrix_names(names: LayerNames) -> dict[str, str]:
 
 
 def _vector_names(names: LayerNames) -> dict[str, str]:
-    """The tensors of vectors by the layer's names, but for those of biases."""
+    """Checkpoint names of vectors by the layer's names, except biases."""
     return {
         "embedding_norm": EMBEDDING_NORM,
         "hidden_norm": HIDDEN_NORM,
@@ -256,7 +256,7 @@ def _rows(tensor: SourceTensor) -> Weights:
 
 
 def _check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones.
+    """Raises CheckpointError for missing tensors and wrong shapes, UnsupportedModelError for surplus ones.
 
     Those that are there are named as in the folder, unless a family computes them, and those that are missing
     as in `tensors.py`.

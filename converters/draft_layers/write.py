@@ -1,4 +1,4 @@
-"""A draft layer for a finished bundle: checked, quantised and written, wherever it comes from.
+"""Adds a draft layer to a finished bundle: checks, quantises and writes it, whatever its source.
 
 The format is in `ondevice/bundle/draft_layers.py`. All quantised matrices are in memory at once; experts are
 read one by one as they are quantised.
@@ -36,7 +36,7 @@ from ondevice.units import usable_cores
 
 @dataclass(frozen=True)
 class Pieces:
-    """A matrix of `shape` whose pieces are read when they are quantised, one below the other."""
+    """A matrix of `shape`, whose pieces, one below the other, are read only when they are quantised."""
 
     shape: tuple[int, int]
     reads: tuple[Callable[[], Weights], ...]
@@ -104,7 +104,7 @@ def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, W
 
 
 def _array(arrays: Mapping[str, Weights | Pieces], name: str) -> Weights:
-    """An array that isn't in pieces."""
+    """An array that isn't given in pieces."""
     array = arrays[name]
     assert not isinstance(array, Pieces)
     return array
@@ -145,7 +145,7 @@ def _stored(
 
 
 def checked(layer: DraftLayer, target: ModelConfig) -> DraftLayer:
-    """`layer`. Raises CheckpointError for facts that its source gives and that no bundle can have."""
+    """`layer` itself. Raises CheckpointError for values from its source that no bundle may have."""
     try:
         check_draft_layer(layer, target)
     except BundleError as error:

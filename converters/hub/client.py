@@ -26,19 +26,19 @@ from ondevice.bundle.strict_json import unique_keys
 from ondevice.errors import CheckpointError, DownloadError, ModelNotFoundError, OndeviceError, UsageError
 
 MAX_LISTING_BYTES = 16 << 20
-"""Most bytes of a repository's description, which lists its files: some 50,000 of them."""
+"""Most bytes of a repository's description, which has room for some 50,000 files."""
 ANSWER_SECONDS = 30.0
 """Longest wait for a connection, and for its next bytes."""
 FILE_SECONDS = 300.0
-"""Longest time for a file that is read whole."""
+"""Longest time for reading a complete file."""
 STALL_SECONDS, STALL_BYTES = 60.0, 1 << 16
-"""A connection that brings fewer bytes than this in this time is given up like a broken one."""
+"""A connection that brings fewer bytes than STALL_BYTES in STALL_SECONDS counts as broken."""
 MAX_WAIT_SECONDS = 300.0
-"""Longest wait that a server gets which asks for one: the hub counts requests in five minutes."""
+"""Longest wait that a server may ask for: the hub counts requests over five minutes."""
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Waits before a request is repeated. After as many failures in a row, without progress, it is given up."""
+"""Waits before a request is repeated. After as many failures in a row without progress it is given up."""
 FIRST_RETRY_SECONDS = (0.5, 1.0)
-"""The waits at the first contact, after which a machine without a network is told so."""
+"""Waits at first contact, short enough to tell soon that there is no network."""
 INTERRUPTED = "the download was interrupted; run the same command again to go on with it"
 HTTP_LIBRARIES = ("httpx", "httpx2")
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class BrokenConnectionError(Exception):
-    """A request failed in a way that may pass. seconds: how long the server asks to wait, or 0."""
+    """A request failed in a way that may pass. seconds: wait that the server asks for, or 0."""
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -59,16 +59,16 @@ class BrokenConnectionError(Exception):
 
 @dataclass(frozen=True)
 class RemoteUrl:
-    """A URL of a repository's file or description, with what messages need."""
+    """A URL of a repository's file or description, with what messages need to name it."""
 
     url: str
     repository: str
     what: str
-    """The file's name, or what else is there."""
+    """The file's name, or another description of what is at the URL."""
     commit: str = ""
     """The commit that the URL names, if it names one."""
     identity: str = ""
-    """The hash that the hub has listed the file with, if any."""
+    """The hash under which the hub lists the file, if any."""
 
 
 class Attempts:
@@ -114,11 +114,11 @@ class HubClient:
         self._http = _http_library(self._session)
 
     def attempts(self, source: RemoteUrl, waits: Sequence[float] = ()) -> Attempts:
-        """waits: the waits between them in seconds, if not RETRY_SECONDS."""
+        """A counter of failed reads of `source`. waits: seconds between attempts, if not RETRY_SECONDS."""
         return Attempts(source, waits or RETRY_SECONDS, self.stopped)
 
     def file(self, repository: str, name: str, commit: str, identity: str = "") -> RemoteUrl:
-        """identity: as in RemoteUrl; what the hub says of another is refused."""
+        """The URL of a file. identity: as in RemoteUrl; an answer about another content is refused."""
         url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
         return RemoteUrl(url, repository, name, commit, identity)
 
@@ -135,7 +135,7 @@ class HubClient:
             ) from error
 
     def read(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
-        """The bytes of a file of at most `limit` bytes. waits: as in `attempts`."""
+        """The bytes of a file, at most `limit`. waits: as in `attempts`."""
         attempts = self.attempts(source, waits)
         while True:
             try:
@@ -290,7 +290,8 @@ class PartStream:
         return count
 
     def _require_pace(self, waited: float, nbytes: int) -> None:
-        """Count a wait of some seconds that brought bytes. Time in which nobody asked doesn't count."""
+        """Add a wait in seconds that brought bytes, and give up a slow connection. Time between reads doesn't
+        count."""
         self._waited += waited
         self._arrived += nbytes
         if self._waited > STALL_SECONDS:
@@ -299,7 +300,7 @@ class PartStream:
             self._waited, self._arrived = 0.0, 0
 
     def close(self) -> None:
-        """End the answer. Its connection can be used again only if all of it has come."""
+        """End the answer. Its connection is reusable only if the answer was read to the end."""
         if self.is_done:
             with suppress(BrokenConnectionError):
                 next(self._chunks, None)
@@ -307,7 +308,8 @@ class PartStream:
 
 
 def _check_version(source: RemoteUrl, headers: Any) -> None:
-    """Raises CheckpointError if an answer of the hub is of another commit, or another file, than was listed.
+    """Raises CheckpointError if an answer of the hub is of another commit, or another file, than the listed
+    one.
 
     Answers of the hosts that files lie on say neither.
     """
@@ -323,13 +325,13 @@ def _check_version(source: RemoteUrl, headers: Any) -> None:
 
 
 def _requested_wait(headers: Any) -> float:
-    """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
+    """Seconds that an answer asks to wait: by Retry-After, or until the hub's limits are reset."""
     match = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(match[1]) if match else 0.0
 
 
 def _checked_endpoint(endpoint: str) -> str:
-    """The hub's address. Raises UsageError for one that no request can go to."""
+    """The hub's address. Raises UsageError for one that no request can be sent to."""
     try:
         parts = urlsplit(endpoint)
         is_sound = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -343,13 +345,13 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub lets through of its HTTP library's errors."""
+    """The errors of the HTTP library that huggingface_hub lets through."""
     library = _http_library(get_session())
     return library.HTTPError, library.StreamError, library.InvalidURL
 
 
 def _http_library(session: object) -> Any:
-    """The HTTP library that a session of huggingface_hub is made of, which has changed its name before.
+    """The HTTP library of a session of huggingface_hub, which differs between releases.
 
     Raises DownloadError for one that isn't known.
     """
@@ -361,7 +363,7 @@ def _http_library(session: object) -> Any:
 
 
 def _refusal(source: RemoteUrl, status: int, code: str, endpoint: str) -> OndeviceError:
-    """The error for an answer that won't change by asking again."""
+    """The error for an answer that repeating the request won't change."""
     repository, page = source.repository, f"{endpoint}/{source.repository}"
     login = "`hf auth login`, or a token in HF_TOKEN"
     if code == "GatedRepo" or status == 403:

@@ -1,4 +1,4 @@
-"""Opens a repository of the hub: over the network, or from what the hub's own cache holds of it already."""
+"""Opens a repository of the hub: over the network, or from the hub's local cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ondevice.converters.hub.repository import Listing, open_listed, parse_listi
 from ondevice.errors import DownloadError
 
 OnFile = Callable[[str, int, int], None]
-"""Called with a file's name, and the bytes that are done and to do, after each file of a download."""
+"""Called after each file of a download with its name, the bytes done and the bytes in all."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def open_repository(repository: str, file: str, spool_folder: Path) -> OpenedRep
 
 
 def cached(listing: Listing) -> Path | None:
-    """The checkpoint of a repository in the hub's cache, if that has all of its files."""
+    """The checkpoint of a repository in the hub's cache, if all of its files are there."""
     paths = {
         name: try_to_load_from_cache(listing.repository, name, revision=listing.commit)
         for name in listing.files
@@ -72,7 +72,7 @@ def cached(listing: Listing) -> Path | None:
 
 
 def _checkpoint(file: str, cached_file: str) -> Path:
-    """What to open: the GGUF file that is meant, or the folder of `config.json`."""
+    """What to open: the GGUF file `file`, or the folder of `config.json`."""
     return Path(cached_file) if file else Path(cached_file).parent
 
 
@@ -87,7 +87,7 @@ def hub_is_offline() -> bool:
 
 
 def cached_offline(repository: str, file: str) -> Path | None:
-    """What the hub's cache holds of a repository or a GGUF file of it.
+    """What the hub's cache holds of a repository or of a GGUF file in it.
 
     It is for when nobody can ask whether that is all.
     """
@@ -121,7 +121,7 @@ def _downloaded(listing: Listing, name: str, revision: str) -> str:
 
 
 def _newest_commit(listing: Listing) -> str | None:
-    """The commit that the hub has now. A newer one's file would be downloaded if it were asked for."""
+    """The hub's current commit. A download would fetch that commit's file."""
     name = listing.file or "config.json"
     with _download_errors(listing, name):
         commit: str | None = get_hf_file_metadata(hf_hub_url(listing.repository, name)).commit_hash
@@ -143,7 +143,7 @@ def _download_errors(listing: Listing, name: str) -> Iterator[None]:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keep the hub's library from printing, and leave its settings as the program had them."""
+    """A context in which the hub's library prints nothing, and after which its settings are as before."""
     if are_progress_bars_disabled():
         yield
         return

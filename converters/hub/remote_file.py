@@ -1,4 +1,4 @@
-"""Files and tensors of a repository, read over the network in the parts that the converter asks for.
+"""Files and tensors of a repository, read over the network in the parts that the converter needs.
 
 A tensor comes in one request, whose answer is taken as the converter goes on: nothing is kept on disk, and no
 more in memory than what was asked for. A broken connection goes on at the byte where it broke.
@@ -24,9 +24,9 @@ from ondevice.converters.hub.client import BrokenConnectionError, HubClient, Par
 from ondevice.errors import CheckpointError
 
 HEAD_BYTES = 256 << 10
-"""Bytes of a file's beginning that are read together: most headers are smaller."""
+"""Bytes read from a file's beginning at once: most headers are smaller."""
 OPEN_STREAMS = 4
-"""Most answers of one file that are under way at once: gate and up rows are read in turns."""
+"""Most answers of one file under way at once: gate and up rows are read alternately."""
 SPOOL_BLOCK_BYTES = 4 << 20
 _PROGRESS_BYTES = 1 << 16
 """Bytes after which a connection that breaks again counts as a new failure."""
@@ -56,12 +56,13 @@ class RemoteFile(SourceFile):
         """Nothing needs to be opened before it is read."""
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
-        """A read goes on to the end of its tensor, for the reads that follow. The header isn't kept."""
+        """Declare the tensors; a read goes on to the end of its tensor, for the reads that follow. The header
+        isn't kept."""
         self._head = b""
         self._tensors = sorted((start, stop, name) for name, (start, stop) in tensors.items() if stop > start)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from byte `offset`, and no more. The beginning of the file is read once."""
+        """`nbytes` bytes from byte `offset`, and no more. The beginning of the file is read only once."""
         with self._lock:
             if offset + nbytes <= HEAD_BYTES and not self._head:
                 self._head = self._exactly(0, min(HEAD_BYTES, self.nbytes))
@@ -83,7 +84,7 @@ class RemoteFile(SourceFile):
             local.read_columns(offset - start, stride, out)
 
     def sample(self, offset: int, nbytes: int) -> bytes:
-        """What the hub knows the file's content by, and the place in it: no byte is read for it."""
+        """The hub's identity of the file's content, and the place in it; reads nothing."""
         return f"{self.identity} {offset}".encode()[:nbytes]
 
     def interrupt(self) -> None:
@@ -101,7 +102,7 @@ class RemoteFile(SourceFile):
         return bytes(out)
 
     def _fill(self, offset: int, view: memoryview, read_on: bool) -> None:
-        """Fill `view`. read_on: ask for the rest of the tensor too, and keep the answer for later reads."""
+        """Fill `view`. read_on: request the rest of the tensor too, and keep the answer for later reads."""
         stop = offset + len(view)
         if stop > self.nbytes:
             raise CheckpointError(
@@ -133,7 +134,7 @@ class RemoteFile(SourceFile):
         return stream
 
     def _tensor_at(self, offset: int) -> tuple[int, int, str]:
-        """(start, stop, name) of the tensor that holds byte `offset`; of nothing if none is known to."""
+        """(start, stop, name) of the tensor that holds byte `offset`; empty if none is known to."""
         at = bisect_right(self._tensors, offset, key=lambda tensor: tensor[0]) - 1
         span = self._tensors[at] if at >= 0 else (0, 0, "")
         return span if offset < span[1] else (offset, offset, "")
@@ -149,7 +150,7 @@ class RemoteFile(SourceFile):
 
 
 class Spool:
-    """The matrix whose columns are being read, in files without a name, where it is too large for memory.
+    """Unnamed temporary files for the matrix whose columns are being read, where it is too large for memory.
 
     The system deletes them with the process, however that ends.
     """
@@ -161,7 +162,7 @@ class Spool:
         self._files: dict[tuple[RemoteFile, int], _UnnamedFile] = {}
 
     def matrix(self, file: RemoteFile, matrix: str, start: int, stop: int) -> SourceFile:
-        """A file with bytes [start, stop) of `file`, which are the matrix or a part of it.
+        """A file with bytes [start, stop) of `file`: the matrix, or a part of it.
 
         What there is of other matrices is deleted.
         """
@@ -186,7 +187,7 @@ class Spool:
 
 
 class _UnnamedFile(SourceFile):
-    """A file of no name, which is written and then read by position."""
+    """A file without a name, written and then read by position."""
 
     def __init__(self, folder: Path) -> None:
         # The base's own constructor looks for a file that is there.

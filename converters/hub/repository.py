@@ -46,19 +46,19 @@ MAX_FILE_BYTES = 1 << 42
 _PART = r"[A-Za-z0-9][\w.-]{0,199}"
 _NAME = re.compile(_PART, re.ASCII)
 _GGUF_NAME = re.compile(rf"(?:{_PART}/){{0,4}}{_PART}\.gguf", re.ASCII)
-"""GGUF files in folders too, as many repositories have a folder for each quantisation."""
+"""Pattern of GGUF files, also in folders, as many repositories have a folder for each quantisation."""
 _TEMPLATE_NAME = re.compile(rf"{OTHER_TEMPLATES}/{_PART}\.jinja", re.ASCII)
 SHOWN_MODELS = 40
 """Most GGUF models that an error lists."""
 _USUAL = ("q4_k_m", "q4_0", "q8_0")
-"""Parts of names of the quantisations that are suggested first."""
+"""Parts of the names of quantisations that are suggested first."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IDENTITY = re.compile(r"[0-9a-f]{40,64}")
 
 
 @dataclass(frozen=True)
 class ListedFile:
-    """A file as the hub lists it. identity: the hash that the hub knows its content by, if any."""
+    """A file as the hub lists it. identity: the hash of its content, if listed."""
 
     nbytes: int
     identity: str
@@ -66,7 +66,7 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """What the hub says of a repository.
+    """What the hub lists of a repository.
 
     others: names of files that no conversion reads, for messages. file: the GGUF file that is meant, if any.
     """
@@ -79,7 +79,7 @@ class Listing:
 
 
 def parse_listing(repository: str, answer: Any) -> Listing:
-    """The files of a repository that a conversion may read, of the hub's JSON description.
+    """The files of a repository that a conversion may read, from the hub's JSON description.
 
     Names that aren't plain are left out, as nothing may refer to them. Raises CheckpointError for an answer
     without a commit or a list of files, or with sizes that no file has.
@@ -121,7 +121,7 @@ def _listed(repository: str, name: str, entry: dict[str, Any]) -> ListedFile:
 
 
 class RemoteFolder(SourceFolder):
-    """A repository, or a folder of it, as a SourceFolder. `path` is the repository's id, for messages."""
+    """A repository, or one of its folders, as a SourceFolder. `path` is the repository's id, for messages."""
 
     def __init__(self, client: HubClient, listing: Listing, spool: Spool, folder: str = "") -> None:
         """folder: with a slash at its end; empty for the whole."""
@@ -230,7 +230,7 @@ def _check_kinds(listing: Listing) -> None:
 
 
 def _check_file(listing: Listing) -> None:
-    """Raises ModelNotFoundError if a repository doesn't have the GGUF file that is meant."""
+    """Raises ModelNotFoundError if the repository lacks the chosen GGUF file."""
     if listing.file in listing.files:
         return
     where = f"{listing.repository} has no {listing.file}"
@@ -240,7 +240,7 @@ def _check_file(listing: Listing) -> None:
 
 
 def _choices(listing: Listing) -> str:
-    """The end of a message: a line to type, then the GGUF models of a repository with their sizes."""
+    """The end of a message: a line to type, then the repository's GGUF models with their sizes."""
     models = list(gguf_models(listing.files).values())
     usual = [files[0] for kind in _USUAL for files in models if kind in files[0].lower()]
     lines = [f", as in `ondevice chat {listing.repository}:{(usual or models[0])[0]}`"]

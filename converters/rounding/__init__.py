@@ -1,1 +1,1 @@
-"""Rounding to 4 to 6 bits by what a text shows of every matrix's inputs."""
+"""Rounding to 4 to 6 bits with error feedback, by a text's inputs of every matrix."""

@@ -50,7 +50,7 @@ ObservedBackend: TypeAlias = "ObservedCpu | ObservedMlx"
 
 CHUNK_TOKENS = 256
 STREAM_BYTES = {"cpu": 2 << 20, "mlx": 16 << 20}
-"""Bytes of a layer's neurons streamed at a time. MLX gets larger pieces: each is a launch of its own."""
+"""Bytes of a layer's neurons streamed at a time. MLX gets larger pieces, as each is a launch."""
 STREAM_SLOTS = 4
 
 
@@ -267,7 +267,7 @@ def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
 def _running(
     bundle: Bundle, sparsity: Sparsity, backend: TrainingBackend
 ) -> Iterator[tuple[Transformer, ObservedBackend]]:
-    """The model and its backend. The caller tells the backend what to show.
+    """A context with the model and its backend; the caller chooses what the backend shows.
 
     With the sparsity `exact` the model has its gates. Its neurons are streamed from flash once per chunk, and
     none stays in memory.
@@ -292,7 +292,7 @@ def _running(
 
 
 def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
-    """The observed backend, which streams `neurons` neurons at a time.
+    """The observed backend, streaming `neurons` neurons at a time.
 
     MLX is imported only for `mlx`; ImportError without it.
     """
@@ -304,7 +304,7 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
 
 
 def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
-    """(F,) what is added to a layer's gate products so that neurons fire above zero; None: nothing.
+    """(F,) what is added to a layer's gate products so that neurons fire above zero; None for nothing.
 
     It is the gates' bias less the activation's threshold.
     """

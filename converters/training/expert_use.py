@@ -1,4 +1,5 @@
-"""The use of experts on a text: choices are recorded, replayed through caches of several sizes, and written.
+"""Measures the use of experts on a text: records choices, replays them through caches of several sizes,
+writes both.
 
 The format is in `ondevice/bundle/expert_use.py`. The model runs as it does when it generates, with as many
 experts in memory as its plan has room for. Memory beside that: the choices, two bytes each.
@@ -49,7 +50,7 @@ from ondevice.sparsity.segments import SegmentPool
 from ondevice.units import usable_cores
 
 CHUNK_TOKENS = 256
-"""Tokens of a pass: every expert that one of them chooses is read once for all of them."""
+"""Tokens of a pass: each expert that any of them chooses is read once for all."""
 SIZES = 8
 """Sizes of caches that are replayed."""
 WARM_UP_SHARE = 0.25
@@ -92,7 +93,7 @@ class DenseRoom:
     buffers: int
 
     def pool(self, layers: Sequence[FeedForwardLayer], reader: FlashReader) -> SegmentPool:
-        """Such memory for `layers`, empty."""
+        """An empty segment pool for `layers` with this memory."""
         pool = SegmentPool(
             layers,
             reader,
@@ -124,7 +125,7 @@ def calibrate_experts(
     room: ExpertRoom,
     on_progress: OnProgress = ignore_progress,
 ) -> ExpertUse:
-    """Record what `pieces` of token ids choose, and write the sidecar to the folder `output`.
+    """Record the experts that `pieces` choose, and write the sidecar to the folder `output`.
 
     Args:
         bundle: the model.
@@ -188,7 +189,7 @@ def record_choices(
 
 @contextmanager
 def _experts_running(bundle: Bundle, room: ExpertRoom) -> Iterator[tuple[Transformer, _Recording]]:
-    """The model, and what provides its experts and records which are chosen."""
+    """A context with the model, and the source of its experts, which records the choices."""
     config = bundle.config
     assert config.experts is not None
     piece, neurons = room.backend_neurons
@@ -243,5 +244,5 @@ class _Recording(ExpertFetcher):
         return super().experts(layer, routing, batch, in_order)
 
     def choices(self) -> Choices:
-        """(T, L, k) what was chosen so far."""
+        """(T, L, k) experts chosen so far."""
         return np.stack([np.concatenate(self._chosen[layer]) for layer in sorted(self._chosen)], axis=1)

@@ -1,4 +1,4 @@
-"""How often every neuron fires on a text: counts recorded activations and writes two files beside a bundle.
+"""Measures how often every neuron fires on a text, from recorded activations, and writes it beside a bundle.
 
 The format is in `ondevice/bundle/hotness.py`. Memory: the counts of one layer, and its bits of a few tokens.
 """
@@ -25,7 +25,8 @@ COUNTED_TOKENS = 256
 
 
 def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> list[Float32]:
-    """For each layer, (F,) share of the first `tokens` recorded tokens, at least one, that fired a neuron."""
+    """For each layer, (F,) share of the first `tokens` recorded tokens, at least one, that make a neuron
+    fire."""
     return [_share(activations.fired(layer)[:tokens], neurons) for layer, neurons in enumerate(config.widths)]
 
 

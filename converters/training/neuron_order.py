@@ -1,4 +1,4 @@
-"""The neurons' order on flash, from recorded activations.
+"""Orders a bundle's neurons on flash by recorded activations.
 
 Where gates are exactly zero, neurons that fire together lie side by side. More of the neurons that a token
 misses in the cache are then neighbours, and neighbours take one read.

@@ -1,4 +1,5 @@
-"""The datastore of continuations: a text's windows, sorted, in pages, with an index of where each begins.
+"""Makes the datastore of continuations: a text's windows, sorted, in pages, with an index of their
+beginnings.
 
 The format is in `ondevice/bundle/ngrams.py`. "REST" (arXiv 2311.08252) keeps the text and an array of its
 suffixes. Here the suffixes themselves lie in order, cut to W tokens, so that one read of a page has all that
@@ -38,12 +39,12 @@ from ondevice.errors import UsageError
 MIN_TOKENS = 2
 """Fewest tokens of a text: one context and what followed it."""
 WRITTEN_PAGES = 64
-"""Pages that are put together at a time."""
+"""Pages assembled at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class WindowRows:
-    """Distinct windows in ascending order: tokens (R, W), how often each occurs in the text, (R,)."""
+    """Distinct windows in ascending order: tokens (R, W), and how often each occurs in the text, (R,)."""
 
     tokens: Words
     counts: NDArray[np.int64]
@@ -91,7 +92,7 @@ def train_ngrams(
 
 
 def distinct_windows(tokens: Words) -> WindowRows:
-    """The text's windows: every token with the W - 1 after it, NO_TOKEN behind the end."""
+    """The text's windows: every token with the W - 1 tokens after it, NO_TOKEN beyond the end."""
     padded = np.concatenate([tokens, np.full(WINDOW - 1, NO_TOKEN, np.uint32)])
     every = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)
     order = np.lexsort(every.T[::-1])
@@ -100,7 +101,7 @@ def distinct_windows(tokens: Words) -> WindowRows:
 
 
 def frequent_contexts(rows: WindowRows) -> tuple[Words, list[WindowRows]]:
-    """Contexts (F, M), ascending, that begin more rows than a page holds, and each one's own rows.
+    """Contexts (F, M), ascending, that begin more rows than a page holds, and the rows of each.
 
     A context of fewer than M tokens is filled with NO_TOKEN.
     """
@@ -119,7 +120,8 @@ def frequent_contexts(rows: WindowRows) -> tuple[Words, list[WindowRows]]:
 
 
 def pruned(rows: WindowRows, length: int, most: int) -> WindowRows:
-    """At most `most` rows that say as much as possible of what follows the first `length` tokens of `rows`.
+    """At most `most` rows that say as much as possible about what follows the first `length` tokens of
+    `rows`.
 
     rows: all begin with these tokens. Each is cut behind its last token up to which it occurs often enough;
     rows that are equal then are one, which counts for all of them. So counts of what is left stay those of
@@ -151,7 +153,7 @@ def _merged(rows: WindowRows) -> WindowRows:
 
 
 def _bounds(tokens: Words) -> NDArray[np.int64]:
-    """Where runs of equal rows begin in sorted `tokens` (R, any), and R."""
+    """Starts of runs of equal rows in sorted `tokens` (R, any), followed by R."""
     changes = (tokens[1:] != tokens[:-1]).any(axis=1)
     return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tokens)]])
 

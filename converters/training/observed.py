@@ -1,4 +1,4 @@
-"""Backends that run a model dense and show the inputs and gates of its feed-forwards."""
+"""Backends that run a model dense and report the inputs and gates of its feed-forwards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from ondevice.errors import OndeviceError
 from ondevice.model_config import FeedForwardSpec
 
 Observer = Callable[[int, Float32, Float32], None]
-"""Gets a layer's index, the inputs of its gates (T, D), and the gates (T, F) before the activation.
+"""A function of a layer's index, its gates' inputs (T, D), and the gates (T, F) before the activation.
 
 The arrays are valid until it returns. The tokens of a layer come in order.
 """
 
 
 class Observed:
-    """Mix-in for a backend, named before it among the bases. Its feed-forward multiplies every neuron."""
+    """Mix-in for a backend, placed first among the bases, whose feed-forward multiplies and reports every
+    neuron."""
 
     feed_forwards: list[Any]
     dense_feed_forward: Callable[..., Any]
@@ -32,7 +33,7 @@ class Observed:
         self._observe_gates: Observer | None = None
 
     def observe_gates(self, observe: Observer) -> None:
-        """Show inputs and gates from now on.
+        """Report inputs and gates from now on.
 
         A forward pass then raises OndeviceError for a model without selectors.
         """

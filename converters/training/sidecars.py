@@ -1,4 +1,4 @@
-"""Sidecars of a finished bundle: the text they are measured on, the bundle's copy they go to, their files."""
+"""Steps shared by trainers of sidecars: the text that measures, the copy of the bundle, the files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def copy_bundle(bundle: Bundle, output: Path) -> None:
 
 @contextmanager
 def copied_bundle(bundle: Bundle, output: Path) -> Iterator[Path]:
-    """A copy of the bundle in a partial folder, which takes the name `output` when the context ends.
+    """A context with a copy of the bundle in a partial folder, which gets the name `output` at the end.
 
     If the context raises, the copy is deleted; if it is killed, `output` doesn't exist. The copy has the
     bundle's documents at the end. Raises UsageError and OndeviceError as a conversion to `output` does.

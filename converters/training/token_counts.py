@@ -1,4 +1,4 @@
-"""How often each token occurs in a text: counts it and writes two files beside a bundle.
+"""Counts how often each token occurs in a text, and writes the counts beside a bundle.
 
 The format is in `ondevice/bundle/token_counts.py`.
 """
@@ -25,7 +25,7 @@ from ondevice.bundle.token_counts import (
 
 
 def count_tokens(pieces: Sequence[Sequence[int]]) -> CountedTokens:
-    """The tokens of `pieces`, of which there is at least one, and how often each occurs."""
+    """The tokens of `pieces`, which hold at least one, and how often each occurs."""
     ids = np.concatenate([np.asarray(piece, dtype=np.uint32) for piece in pieces])
     tokens, counts = np.unique(ids, return_counts=True)
     return CountedTokens(tokens, counts.astype(np.uint32))

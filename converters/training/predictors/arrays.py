@@ -18,10 +18,10 @@ TrainingBackend: TypeAlias = Literal["cpu", "mlx"]
 Array: TypeAlias = Any
 """Array of float32 or booleans, with numpy's operators, `T` and `sum`."""
 Elementwise: TypeAlias = Callable[..., tuple[Array, ...]]
-"""Function from the arrays that change, and others, to the new values of the former, row by row."""
+"""A function from the arrays that change, and others, to the new values of the former, row by row."""
 
 BLOCK_VALUES = 1 << 17
-"""Values of an array that numpy goes over at a time, so that intermediate results stay in a core's cache."""
+"""Values of an array that numpy processes at a time, so that intermediate results stay in a core's cache."""
 
 
 class Arrays(Protocol):

@@ -100,7 +100,7 @@ class FineTuning:
             self._arrays.begin(*self._moved())
 
     def _minibatch(self, batch: Ids) -> tuple[Array, Array, Array]:
-        """Inputs x (B, D), neurons that fired y (B, F), and the weights of these (B, F)."""
+        """Inputs x (B, D), firing neurons y (B, F), and the weights of both classes (B, F)."""
         x, y = self._inputs[batch].astype(np.float32), bits(self._fired, batch, self._neurons)
         weights = np.ones(y.shape, dtype=np.float32)
         magnitudes = 1 if self._magnitudes is None else self._magnitudes.of(batch)
@@ -108,7 +108,7 @@ class FineTuning:
         return self._arrays.load(x), self._arrays.load(y), self._arrays.load(weights)
 
     def _moved(self) -> Iterator[Array]:
-        """All arrays that a step moves."""
+        """All arrays that a step changes."""
         return (array for descent in self._descents for state in descent.states for array in state)
 
 
@@ -135,7 +135,7 @@ def gradients(
 
 
 class _Magnitudes:
-    """Gates of the neurons that fire, in units of their mean, capped at MAGNITUDE_CAP, a byte each."""
+    """Gates of firing neurons in units of their mean, capped at MAGNITUDE_CAP, a byte each."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Magnitudes:
             done, samples = done + len(gates), samples + len(piece)
 
     def of(self, batch: Ids) -> Float32:
-        """Magnitudes of what fires for the samples of a batch, sample by sample, by ascending neuron."""
+        """Magnitudes of the firing neurons of a batch's samples, sample by sample, by ascending neuron."""
         places = np.searchsorted(self._ids, batch)
         codes = [self._codes[self._ends[place] : self._ends[place + 1]] for place in places]
         return np.concatenate(codes).astype(np.float32) * np.float32(MAGNITUDE_CAP / 255)

@@ -118,7 +118,7 @@ class LayerPredictor:
 
 
 def active_count(fired: Fired, ids: Ids, neurons: int) -> int:
-    """Number of (sample, neuron) pairs in which the neuron fires, over the samples `ids`."""
+    """Number of (sample, neuron) pairs in which the neuron fires, for the samples `ids`."""
     return sum(int(bits(fired, piece, neurons).sum()) for piece in in_pieces(ids))
 
 

@@ -1,4 +1,4 @@
-"""MLX's arrays for fitting predictors. MLX is lazy: it computes only what is asked for."""
+"""MLX arrays for fitting predictors. MLX is lazy: it computes only what is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MlxArrays:
     namespace = mx
 
     def __init__(self) -> None:
-        """Free the memory of whatever ran before, which MLX would keep."""
+        """Free the memory that earlier work left in MLX's cache."""
         mx.clear_cache()
 
     def load(self, values: NDArray[Any]) -> mx.array:

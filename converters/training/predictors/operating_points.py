@@ -140,12 +140,12 @@ def _threshold(active: Float32, recall: float) -> float:
 
 
 def _per_block(values: Bools, starts: NDArray[np.int64]) -> NDArray[Any]:
-    """Number of true values of (M, F) in each block."""
+    """Number of true values of (M, F) in each block of samples."""
     return np.add.reduceat(np.count_nonzero(values, axis=1), starts)
 
 
 def _standard_error(hits: NDArray[Any], firing: NDArray[Any]) -> float:
-    """Standard error of sum(hits) / sum(firing): the recall if `hits` of `firing` were found per block."""
+    """Standard error of sum(hits) / sum(firing), the recall, from hits and firing neurons per block."""
     blocks, total = len(firing), int(firing.sum())
     if blocks < 2 or not total:
         return 0.0

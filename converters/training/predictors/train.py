@@ -66,7 +66,7 @@ from ondevice.units import usable_cores
 SCORED_TOKENS = 256
 """Tokens whose scores are computed together."""
 MAX_SHARE_OF_GATE = 0.5
-"""Largest bytes of a predictor, as a share of those of the gates it stands for: more saves too little."""
+"""Largest size of a predictor, as a share of the gates that it stands for: a larger one saves too little."""
 
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class PredictorOptions:
         tokens: most tokens of the text to use.
         measured_share: share of the text's pieces that only measure, and neither train nor calibrate.
         ranks: the ranks that each layer's is chosen from, multiples of 64. Ranks whose predictor exceeds
-            MOST_OF_GATE are left out.
+            MAX_SHARE_OF_GATE are left out.
         bits: bits of the stored matrices. Half the bits and twice the rank select less at equal recall.
         seed: seed of all random numbers.
         training: how a layer's predictor is fitted.
@@ -220,7 +220,7 @@ def fit_layer(
 
 
 def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: Bits) -> list[int]:
-    """The ranks that a layer's is chosen from: all whose predictor is within MOST_OF_GATE, else GROUP_SIZE.
+    """The ranks to choose from: all whose predictor is within MAX_SHARE_OF_GATE, else GROUP_SIZE.
 
     gate_bits: bits of the stored gate (neurons, width).
     """

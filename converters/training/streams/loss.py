@@ -1,4 +1,4 @@
-"""The training loss of stream adapters: the model's own forward pass computes it, and MLX differentiates it.
+"""The training loss of stream adapters: computed by the model's forward pass, differentiated by MLX.
 
 "Speculative Streaming" (arXiv 2402.11131), section 3.2. Only the layers that have streams run, on the hidden
 states that enter them: the forward pass of `model/` over this module's backend. The caller provides the
@@ -89,7 +89,7 @@ class TopLayers:
 
 
 class ResidentBackend(MlxFloatBackend):
-    """Backend whose streams use only the neurons that would be in memory; 0 and 0: every neuron.
+    """Backend whose streams use only the neurons that would be in memory; with 0 and 0, every neuron.
 
     One backend is for the consecutive forward passes of one text. If a forward pass has streams, all its
     tokens have them.
@@ -156,7 +156,7 @@ def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
 
 
 class _TopBackend(MlxFloatBackend):
-    """Backend that reads the matrices of the layers before `first_layer` without keeping them."""
+    """Backend that reads but doesn't keep the matrices of layers before `first_layer`."""
 
     def __init__(self, first_layer: int) -> None:
         super().__init__()

@@ -31,22 +31,16 @@ def longest_run(streams: int) -> int:
 class MultiStreamOptions:
     """The shape of the streams, and how they are trained.
 
-    Args:
-        mode: `lossless`, or `shared` if adapters also apply to the text's own tokens.
-        gamma: streams per token.
-        layers: number of last layers that have streams. 0 means half of the layers, MOST_LAYERS at most.
-        attention_rank: rank of the attention's adapters. It is reduced, as `feed_forward_rank` is, if the
-            adapters would exceed `most_of_model`.
-        feed_forward_rank: rank of the feed-forward's adapters.
-        pruning_rank: rank of the pruning adapter; 0 means none.
-        most_of_model: largest number of adapter parameters, as a share of the model's parameters.
-        bits: bits of the stored matrices.
-        tokens: most tokens of the text to use.
-        learning_rate: the highest learning rate of the schedule.
-        batch_tokens: tokens whose streams a step trains, about: run_tokens of each window.
-        run_tokens: tokens of a window whose streams are trained; the other tokens are their context.
-        steps: number of steps.
-        seed: seed of all random numbers.
+    Args: mode: `lossless`, or `shared` if adapters also apply to the text's own tokens. gamma: streams per
+        token. layers: number of last layers that have streams. 0 means half of the layers, MAX_STREAM_LAYERS
+        at most. attention_rank: rank of the attention's adapters. It is reduced, as `feed_forward_rank` is,
+        if the adapters would exceed `most_of_model`. feed_forward_rank: rank of the feed-forward's adapters.
+        pruning_rank: rank of the pruning adapter; 0 means none. most_of_model: largest number of adapter
+        parameters, as a share of the model's parameters. bits: bits of the stored matrices. tokens: most
+        tokens of the text to use. learning_rate: the highest learning rate of the schedule. batch_tokens:
+        tokens whose streams a step trains, about: run_tokens of each window. run_tokens: tokens of a window
+        whose streams are trained; the other tokens are their context. steps: number of steps. seed: seed of
+        all random numbers.
     """
 
     mode: MultiStreamMode = "lossless"

@@ -1,4 +1,5 @@
-"""Streams for a finished bundle: record the inputs of their layers, train adapters, measure and write them.
+"""Trains streams for a finished bundle: records the inputs of their layers, fits adapters, measures and
+writes them.
 
 The loss is in `loss.py`, the format in `ondevice/bundle/streams.py`. The state of a training lies in a folder
 of its own, so that a stopped training can go on. Its numbers are then the same as without the stop. Memory:
@@ -62,18 +63,19 @@ from ondevice.model_config import ModelConfig
 WARM_UP_SHARE = 0.05
 """Share of the steps in which the learning rate rises, before it falls as a cosine."""
 MAX_GRADIENT_NORM = 1.0
-"""Largest norm of all gradients together; larger ones are clipped."""
+"""Largest norm of all gradients; larger ones are clipped."""
 MAX_RESIDENT_TOKENS = RESIDENT_PARTS
-"""Most last tokens whose neurons streams are trained with; without ReLU, as many parts of a layer."""
+"""Most recent tokens whose neurons streams are trained with; without ReLU, as many parts of a layer."""
 METHOD = 2
-"""Version of the training. It changes whenever the same arguments would come to other numbers."""
+"""Version of the training. It changes whenever the same arguments would give other numbers."""
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
 _WRITTEN_FACTS = ("model", "sha256", "crcs", "begins", "part_of")
 _REMEDY = "make room, or choose another --output"
 
 OnStep = Callable[[int, float], None]
-"""Gets, after each step, the number of tokens whose streams were trained so far, and the loss in nats."""
+"""Called after each step with the number of tokens whose streams were trained so far, and the loss in
+nats."""
 Pieces = Sequence[Sequence[int]]
 ReadWindow = Callable[[], TrainingWindow]
 
@@ -212,7 +214,7 @@ def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> by
 
 @contextmanager
 def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
-    """Hold the training's folder for this process alone; it is made if it doesn't exist.
+    """A context that holds the training's folder for this process alone; it is made if it doesn't exist.
 
     Raises UsageError if it belongs to another training, OndeviceError if the disk refuses or another process
     trains there.
@@ -278,7 +280,7 @@ class StreamTraining:
             self._restore()
 
     def run(self, windows: Sequence[ReadWindow], on_progress: OnProgress, on_step: OnStep) -> None:
-        """Take all steps that are left."""
+        """Take all remaining steps."""
         steps, saved = self._options.steps, time.monotonic()
         while self._step < steps:
             loss = self.step(windows)

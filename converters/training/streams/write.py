@@ -1,4 +1,4 @@
-"""Stream adapters for a finished bundle: checked, quantised and written, however they were trained.
+"""Adds stream adapters to a finished bundle: checks, quantises and writes them, however they were trained.
 
 The format is in `ondevice/bundle/streams.py`. All quantised adapters are in memory at once.
 """
