@@ -180,7 +180,7 @@ class Host:
         grammars.matcher(constraint)
 
         def follow() -> Constrained:
-            own = partial(grammars.own_matcher, constraint)
+            own = partial(grammars.unshared_matcher, constraint)
             matcher, digits = grammars.matcher(constraint), grammars.digit_bound(constraint)
             return Constrained(matcher, grammars.vocab_size, ends, gate, own, digits)
 

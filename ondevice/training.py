@@ -1,4 +1,5 @@
-"""Training for a converted bundle: predictors and streams, measured on held-out text."""
+"""Trains sidecars for a converted bundle: predictors, streams, datastores and calibrations, measured on
+held-out text."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ MEASURED_TOKENS = 2048
 """Default for the most tokens on which the quality of each operating point is measured."""
 
 Text = str | Iterable[str]
-"""A whole text, or its parts as they are read. No more parts are taken than are used."""
+"""A text, or its parts as they are read. No more parts are read than needed."""
 
 
 def train_predictors(
@@ -134,7 +135,7 @@ def train_expert_costs(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> ExpertCosts:
-    """Measure on `text` what fewer experts a token cost. Adds that to the model.
+    """Measure on `text` the quality that fewer experts a token cost. Adds the figures to the model.
 
     Every run goes token by token, as decoding does, each piece from an empty context, with memory as large as
     the others have: with the model's number of experts, and with each smaller one. Nothing is trained, so any
@@ -376,7 +377,7 @@ def train_converted(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """`convert_and_train` for a checkpoint that is open already."""
+    """Convert an open checkpoint, and train, as `convert_and_train` does."""
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.rounding.layers import most_tokens
@@ -421,7 +422,7 @@ def convert_by_random_tokens(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """`convert`, which rounds 4 to 6 bits with error feedback by tokens drawn at random, for want of a text.
+    """Convert with error feedback from tokens drawn at random, where there is no text.
 
     Nothing else is learnt. Raises what `convert` raises, and UsageError where no weights have so few bits.
     """
@@ -479,7 +480,7 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 
 
 def _expert_room(resolved: ResolvedModel) -> Any:
-    """Memory for the neurons of a model with experts while it reads a text, by its plan."""
+    """Memory for the neurons of a model with experts during a pass over a text, by its plan."""
     from ondevice.converters.training.expert_use import DenseRoom, ExpertRoom
 
     plan, shape, dense = resolved.plan, resolved.plan.segment, None
@@ -499,7 +500,7 @@ def _expert_room(resolved: ResolvedModel) -> Any:
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:
-    """The folder that gets the training's result: the model's own, or `output`.
+    """The folder for the training's result: the model's folder, or `output`.
 
     Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError for
     a model that can't be trained for, and what `load` raises for a budget that is too small.
@@ -518,7 +519,7 @@ def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: boo
 
 @contextmanager
 def _target(resolved: ResolvedModel, goal: Path) -> Iterator[Path]:
-    """The folder to write to: the model's own, or a copy that becomes `goal` when the context ends."""
+    """A context with the folder to write to: the model's, or a copy that becomes `goal` at the end."""
     from ondevice.converters.training.sidecars import copied_bundle
 
     if goal == resolved.bundle.path:

@@ -19,7 +19,7 @@ from ondevice.converters.architectures.common import Tensors
 from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.base import StoredTensor
-from ondevice.converters.checkpoints.gguf_alike import (
+from ondevice.converters.checkpoints.gguf_aliases import (
     baichuan_keys,
     minicpm_keys,
     mistral3_keys,

@@ -29,7 +29,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
-from ondevice.converters.checkpoints.gguf_alike import other_kind
+from ondevice.converters.checkpoints.gguf_aliases import other_kind
 from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
     BLOCK_NAMES,

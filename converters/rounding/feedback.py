@@ -33,7 +33,7 @@ MAX_INPUTS = 4096
 DAMPING = 0.1
 """Share of the inputs' mean energy that is added to every input's, so that their moments can be inverted."""
 RANDOM_DAMPING = 1.0
-"""The same for the inputs that random tokens have: they are half believed."""
+"""The same for the inputs of random tokens, which are only half believed."""
 READ_BYTES = 32 << 20
 """Bytes of a matrix's values, in float32, that are read and rounded at a time."""
 SLAB_INPUTS = 512
@@ -91,7 +91,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Factor:
-    """What feeds errors back among the inputs `picks`, (n,), in this order. values: (n, n)."""
+    """The factor by which errors are fed back among the inputs `picks`, (n,), in this order. values: (n,
+    n)."""
 
     picks: NDArray[np.int64]
     values: Float32
@@ -100,7 +101,7 @@ class Factor:
 def factors(
     runner: _native.Runner, inputs: Inputs, damping: float, by_energy: bool = False
 ) -> Iterator[Factor]:
-    """The factors of blocks of inputs, in their order, or with the inputs of most energy first."""
+    """The factors of all blocks of inputs, in order, or with the inputs of most energy first."""
     energies = inputs.energies()
     order = np.argsort(-energies, kind="stable") if by_energy else np.arange(inputs.count)
     least = max(damping * float(energies.mean()), 1e-30)
@@ -123,7 +124,7 @@ def rounded_by_columns(
     stored: RowFormat,
     damping: float = DAMPING,
 ) -> dict[str, RoundedRows]:
-    """The matrices, (R, C) each, that all have these inputs, by name.
+    """Rounded matrices by name, from matrices (R, C) that share these inputs.
 
     stored: a format of 4 to 6 bits with stored biases. Raises CheckpointError for values that can't be
     stored.
@@ -156,7 +157,8 @@ def rounded_by_rows(
     stored: RowFormat,
     damping: float = DAMPING,
 ) -> RoundedRows:
-    """The down projection `source`, (D, C), transposed: a neuron's column is a row with groups of its own.
+    """The rounded down projection `source`, (D, C), transposed: a neuron's column is a row with its own
+    groups.
 
     stored: a format of 4 to 6 bits in groups of 64 with stored biases. Inputs of much energy come first.
     Raises CheckpointError for values that can't be stored.
@@ -182,7 +184,8 @@ def _rounded(
     name: str,
     by_row: bool = False,
 ) -> RoundedRows:
-    """weights (R, C), rounded in this format. The inputs of `factor` meet their columns, or `by_row` rows."""
+    """Weights (R, C), rounded in this format, with errors fed back along their columns, or `by_row` along
+    their rows."""
     weights = np.ascontiguousarray(weights)
     layout = RowLayout(weights.shape[1], *stored)
     codes = np.empty((len(weights), layout.codes_bytes), np.uint8)
@@ -199,7 +202,7 @@ def _rounded(
 
 
 def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArray[np.float64]:
-    """(R, 2), as RoundedRows has them, of rows of weights (R, C)."""
+    """(R, 2) squared errors and squares of rows of weights (R, C), as in RoundedRows."""
     squares = np.empty((len(weights), 2))
     for start in range(0, len(weights), COMPARED_ROWS):
         part = slice(start, start + COMPARED_ROWS)
@@ -211,7 +214,7 @@ def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArra
 
 
 def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
-    """The rows of all parts, one after another."""
+    """The rows of all parts, concatenated."""
     return RoundedRows(
         QuantizedRows(
             np.concatenate([part.rows.codes for part in parts]),
@@ -224,7 +227,7 @@ def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
 
 
 def _side_by_side(parts: Sequence[RoundedRows]) -> RoundedRows:
-    """Rows whose columns are those of all parts, side by side; all but the last have whole groups."""
+    """The columns of all parts, concatenated row by row; all parts but the last have complete groups."""
     return RoundedRows(
         QuantizedRows(
             np.concatenate([part.rows.codes for part in parts], axis=1),

@@ -1,4 +1,5 @@
-"""A checkpoint's layers one after another: run over a text in float16, then rounded by the inputs they had.
+"""Rounds a checkpoint's layers one after another: each runs over a text in float16, then is rounded by its
+inputs.
 
 Layers run on the unrounded weights, read from the checkpoint, through the engine's own forward pass and on
 the `cpu` backend, whose results have the same bits for every number of threads.
@@ -31,12 +32,12 @@ from ondevice.converters.rounding.feedback import (
     rounded_by_columns,
     rounded_by_rows,
 )
-from ondevice.converters.rounding.watched import (
+from ondevice.converters.rounding.recording import (
     EMBEDDED,
     PROJECT_OUT,
     SAME_INPUTS,
-    WatchedBackend,
-    WatchedWeights,
+    RecordedWeights,
+    RecordingBackend,
 )
 from ondevice.kernels import _native
 from ondevice.model.altup import Copies
@@ -45,11 +46,11 @@ from ondevice.model.transformer import Transformer
 from ondevice.model_config import LayerSpec, ModelConfig
 
 MAX_ROUNDED_BITS = 6
-"""Most bits of weights that a text rounds: 8 lose nothing that it could save."""
+"""Most bits of weights that a text rounds: at 8 bits there is nothing left to gain."""
 MAX_ROUNDING_TOKENS = 16384
 """Most tokens of a text that a model is run over."""
 RANDOM_TOKENS = 2048
-"""Tokens that are drawn where there is no text."""
+"""Number of random tokens drawn where there is no text."""
 INPUT_BYTES = 512 << 20
 """Most bytes of hidden states and of one layer's inputs."""
 CHUNK_TOKENS = 256
@@ -62,12 +63,12 @@ def is_rounded(stored: RowFormat) -> bool:
 
 
 def rounds_any(quant: QuantConfig) -> bool:
-    """Whether a text rounds any matrix that is stored so."""
+    """Whether a text rounds any matrix under this quantisation."""
     return any(is_rounded(stored) for stored in (quant.plain, *dict(quant.formats).values()))
 
 
 def most_tokens(config: ModelConfig) -> int:
-    """Tokens of a text that fit into INPUT_BYTES, at most MOST_TOKENS."""
+    """Tokens of a text that fit into INPUT_BYTES, at most MAX_ROUNDING_TOKENS."""
     hidden = config.hidden_size
     inputs = 2 * hidden + config.query_size + config.widest
     if config.per_layer_width:
@@ -80,12 +81,12 @@ def most_tokens(config: ModelConfig) -> int:
 
 
 def _owners(config: ModelConfig) -> set[int]:
-    """The layers whose keys and values are read by others."""
+    """The layers whose keys and values other layers read."""
     return {layer.attention.keys_of for layer in config.layers if layer.attention.keys_of is not None}
 
 
 def random_pieces(config: ModelConfig, first: int | None) -> list[list[int]]:
-    """Pieces of tokens that are drawn evenly from the vocabulary, always the same; `first` begins each."""
+    """Pieces of tokens drawn evenly from the vocabulary, always the same; each begins with `first`."""
     draw, begin = random.Random(0).random, [] if first is None else [first]
     length = max(1, min(CHUNK_TOKENS, config.max_context) - len(begin))
     count = max(1, min(RANDOM_TOKENS, most_tokens(config)) // (length + len(begin)))
@@ -109,14 +110,14 @@ class LayerRounding:
         damping: float = DAMPING,
     ) -> None:
         self._checkpoint = checkpoint
-        self._weights = WatchedWeights(checkpoint, runner)
+        self._weights = RecordedWeights(checkpoint, runner)
         self._quant = quant
         self._pieces = pieces
         self._runner = runner
         self._on_step = on_step
         self._damping = damping
         self.residuals: list[Copies] = []
-        """What leaves the last layer that was run: (T, D) of each copy, for each piece."""
+        """Output of the last layer that was run: (T, D) of each residual stream, for each piece."""
         self._per_layer: list[Float32 | None] = []
         """(T, L * W) for each piece."""
         self._embedded = Inputs()
@@ -167,7 +168,8 @@ class LayerRounding:
         return rounded
 
     def head(self) -> dict[str, RoundedRows]:
-        """The rounded head, maybe the embedding, and all that no layer has, once all layers have run."""
+        """The rounded head, which may be the embedding, and all that belongs to no layer, once all layers
+        have run."""
         self._on_step("rounding the head")
         config, inputs = self._checkpoint.config, Inputs()
         self._per_layer.clear()
@@ -178,7 +180,7 @@ class LayerRounding:
                 [names.model_weight("per_layer.projection")], self._quant.plain, self._embedded
             )
         norm = self._weights.final_norm() if config.final_norm else None
-        with closing(WatchedBackend(self._runner)) as backend:
+        with closing(RecordingBackend(self._runner)) as backend:
             weights = self._weights.model([], True)
             model, project_out = Transformer(config, backend, weights), weights.project_out
             for copies in self.residuals:
@@ -193,7 +195,7 @@ class LayerRounding:
         return rounded | self._by_columns([source], self._quant.head(config.tie_embeddings), inputs)
 
     def _copies(self) -> dict[str, RoundedRows]:
-        """The rounded matrices that make copies of the residual, and those that join them again."""
+        """The rounded matrices that make residual streams, and those that merge them."""
         rounded: dict[str, RoundedRows] = {}
         for copy in range(1, self._checkpoint.config.residual_copies):
             spread, gather = (names.model_weight(f"copies.{name}.{copy}") for name in ("spread", "gather"))
@@ -232,7 +234,7 @@ class LayerRounding:
         if owner is not None:
             shared = replace(spec, attention=replace(spec.attention, keys_of=0))
             layers = (config.layers[owner], shared)
-        backend = WatchedBackend(self._runner)
+        backend = RecordingBackend(self._runner)
         with closing(backend):
             # The layer that another one's keys are of isn't run again.
             weights = self._weights.model([self._weights.layer(backend, layer)] * len(layers), not layer)
@@ -248,7 +250,7 @@ class LayerRounding:
         return backend.inputs
 
     def _enter(self, model: Transformer) -> None:
-        """Begin with what enters the first layer."""
+        """Set the residuals to the first layer's input."""
         for piece in self._pieces:
             starts = range(0, len(piece), CHUNK_TOKENS)
             entered = [model.entering(piece[start : start + CHUNK_TOKENS], start) for start in starts]
@@ -272,5 +274,5 @@ class LayerRounding:
 
 
 def _joined(chunks: Sequence[Copies]) -> Copies:
-    """The copies of the residual of all chunks, one after another."""
+    """The residual streams of all chunks, concatenated."""
     return [np.concatenate(copy) for copy in zip(*chunks, strict=True)]

@@ -51,11 +51,11 @@ _MAX_UNITS = 4_000_000
 _UNITS_PER_MESSAGE = 1000
 _UNITS_PER_CHAR = 64
 _LONG_CHARS = 1 << 16
-"""Characters above which a message is encoded by itself first, to see whether a context could hold it."""
+"""Characters above which a message is encoded alone first, to see whether it can fit a context."""
 TEMPLATE_REMEDY = (
     "give another with --chat-template FILE, to `convert` for good, or to `chat` and `serve` for a run"
 )
-"""What to do about a template that can't be used."""
+"""Remedy for an unusable template."""
 
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
@@ -86,15 +86,15 @@ _FAILURES = (
     ValueError,
 )
 SWITCHES = ("enable_thinking", "thinking", "open_thinking")
-"""Names by which templates ask whether to think."""
+"""Variables by which templates ask whether to think."""
 EFFORT = "reasoning_effort"
 TOOL_NAMES = ("tools", "xml_tools")
-"""Names by which templates ask for tools."""
+"""Variables by which templates ask for tools."""
 _TAIL = 8
-"""Number of ids at a prompt's end among which a mark of thinking is looked for."""
+"""Number of ids at the end of a prompt that are searched for a mark of thinking."""
 _PROBE = "probe_tool"
 _SHORT_CHAT = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-"""A chat of roles that templates for chats know."""
+"""A short chat with roles that chat templates know."""
 
 
 class ChatTemplate:
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(source: bytes | None, tokenizer: Tokenizer, day: date | None = None) -> ChatTemplate:
-        """A bundle's template, with the tokenizer's names for bos and eos.
+        """The template of a bundle, with the tokenizer's names for bos and eos.
 
         source: None if it has no file. day: as for a new one.
         """
@@ -144,7 +144,7 @@ class ChatTemplate:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model may think before it replies, by its template."""
+        """Whether the template lets the model think before it replies."""
         return self._has_channels or self._marks is not None
 
     @cached_property
@@ -157,7 +157,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template takes tools and calls of them are of a format that is known.
+        """Whether the template takes tools, in a known format of calls.
 
         Otherwise they come as text, and calls in the format that the model is told.
         """
@@ -165,11 +165,11 @@ class ChatTemplate:
 
     @property
     def _call_format(self) -> CallFormat:
-        """The format of calls, of a template without channels."""
+        """The format of calls, for a template without channels."""
         return self._format if self.takes_tools and self._format is not None else HERMES
 
     def reply_parser(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser:
-        """What tells thinking and calls from the reply in one reply of the model, behind the ids of a prompt.
+        """A parser that separates thinking and calls from the reply, for a reply that follows a prompt's ids.
 
         Raises UsageError where the model can't be told not to think.
         """
@@ -190,11 +190,11 @@ class ChatTemplate:
         )
 
     def gate(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser | None:
-        """What tells what a constraint concerns; None where it concerns the whole text."""
+        """A gate that tells which text a constraint applies to; None if it applies to all of it."""
         return None if self._has_channels and options.must_call else self.reply_parser(options, prompt)
 
     def forced_call(self, options: PromptOptions) -> Constraint:
-        """What a reply obeys that calls one of the tools `must_call`.
+        """The constraint for a reply that calls one of the tools `must_call`.
 
         Raises UsageError where that can't be enforced, ConstraintError for a tool's schema that is none.
         """
@@ -208,7 +208,8 @@ class ChatTemplate:
         return forced_call(self._call_format, tools, self._special, options.parallel_calls)
 
     def call_or_json(self, options: PromptOptions, answer: Constraint) -> Constraint:
-        """What a reply obeys that is either calls of the tools or a text that obeys `answer`.
+        """The constraint for a reply that is either calls of the tools or a text under the constraint
+        `answer`.
 
         Raises ConstraintError where the two can't be told apart, and for a tool's schema that is none.
         """
@@ -280,7 +281,7 @@ class ChatTemplate:
 
     @property
     def _special(self) -> Mapping[str, int]:
-        """Ids of the special tokens, by name."""
+        """Ids of the special tokens by name."""
         return {} if self._tokenizer is None else self._tokenizer.special_tokens
 
     def _compile(self, source: str) -> None:
@@ -314,7 +315,7 @@ class ChatTemplate:
         options: PromptOptions,
         add_generation_prompt: bool,
     ) -> str:
-        """The prompt's text, of messages and tools in the forms that the template takes.
+        """The prompt's text, from messages and tools in the forms that the template takes.
 
         It knows which of its parts were given.
         """
@@ -339,7 +340,7 @@ class ChatTemplate:
     def _placements(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> Iterator[list[dict[str, Any]]]:
-        """The messages in the forms and places in which the template may take them, the best one first.
+        """The messages in all forms and places that the template may take, best first.
 
         They have the tools in them where the template has no place for these.
         """
@@ -361,15 +362,15 @@ class ChatTemplate:
         yield from self._placed(with_tools_as_text(messages, tools, self._call_format, self._takes_system))
 
     def _placed(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """The messages where the template takes them; where that isn't known, one placement after another."""
+        """The messages where the template takes them; if that isn't known, one placement after another."""
         kept = None
         if not is_usual(messages):
             kept = next((each for each in placements(messages) if self._keeps(each)), None)
         yield from (placements(messages) if kept is None else [kept])
 
     def _keeps(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the template writes the text of every user's message and of all instructions, in order, and
-        none of these as a reply.
+        """Whether the template writes all users' messages and instructions in order, and none of them as a
+        reply.
 
         The first instructions may stand anywhere: some templates put them before the last question.
         """
@@ -384,7 +385,7 @@ class ChatTemplate:
         return -1 not in places and ordered == sorted(ordered)
 
     def _say_tools_come_as_text(self) -> None:
-        """Log it, once."""
+        """Log, once, that tools come as text."""
         if not self._has_said_text:
             self._has_said_text = True
             what = "has no place for tools" if self._tools_by is None else "writes calls in an unknown format"
@@ -395,7 +396,7 @@ class ChatTemplate:
             )
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
-        """The variables that tell the template whether, or how much, to think."""
+        """The template variables that turn thinking on or off, or set its amount."""
         think = options.think
         if think is None:
             return {}
@@ -405,7 +406,7 @@ class ChatTemplate:
 
     @cached_property
     def _switch(self) -> str | None:
-        """The name by which the template asks whether to think; it must change the prompt."""
+        """The variable by which the template asks whether to think; setting it must change the prompt."""
         return next((name for name in SWITCHES if name in self._reads and self._asks_for(name)), None)
 
     def _asks_for(self, name: str) -> bool:
@@ -414,7 +415,7 @@ class ChatTemplate:
 
     @cached_property
     def _tools_by(self) -> str | None:
-        """How the template takes tools: by a variable of this name, or by `system`, in that message."""
+        """How the template takes tools: the name of a variable, or `system` for the system message."""
         tools = [Tool(_PROBE).to_dict()]
         for way in (*(name for name in TOOL_NAMES if name in self._reads), "system"):
             messages, variables = with_tools([{"role": "user", "content": "x"}], tools, way)
@@ -431,7 +432,7 @@ class ChatTemplate:
 
     @cached_property
     def _call_form(self) -> str:
-        """How the template takes calls in a message: one of CALL_FORMS."""
+        """The form in which the template takes a message's calls: one of CALL_FORMS."""
         call = ToolCall(_PROBE, {"probe_key": "probe_value"}, "123456789").to_dict()
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "x"},
@@ -446,7 +447,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template writes arguments that are a string, which no JSON object is."""
+        """Whether the template writes string arguments, which no JSON object is."""
         function = {"name": _PROBE, "arguments": "probe_value"}
         call = {"id": "123456789", "type": "function", "function": function}
         messages: list[dict[str, Any]] = [
@@ -459,7 +460,7 @@ class ChatTemplate:
         return "probe_value" in self._tried(taken, {})
 
     def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """What the template makes of messages; empty if it refuses them or fails."""
+        """The template's output for these messages; empty if it refuses them or fails."""
         try:
             return self._render(messages, variables, True)
         except (UsageError, BundleError):
@@ -467,14 +468,14 @@ class ChatTemplate:
 
     @cached_property
     def _openers(self) -> frozenset[int]:
-        """The token that begins thinking, if it is one."""
+        """The id of the token that begins thinking, if it is one token."""
         if self._tokenizer is None or self._marks is None:
             return frozenset()
         ids = self._tokenizer.encode(self._marks[0], add_bos=False, special=True)
         return frozenset(ids if len(ids) == 1 else ())
 
     def _tail(self, prompt: Sequence[int]) -> str:
-        """The text at the end of a prompt, with its special tokens."""
+        """The text at the end of a prompt, special tokens included."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return ""
@@ -492,7 +493,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         given: int = 0,
     ) -> str:
-        """What the template makes of messages. given: characters in messages and tools, which may be work."""
+        """The template's output. given: number of characters in messages and tools, which may cost work."""
         import jinja2
 
         from ondevice.chat_template.meter import MessagesRefused, TemplateMeter
@@ -534,7 +535,7 @@ def try_out(source: str) -> None:
 
 
 def read_template(path: str | os.PathLike[str]) -> bytes:
-    """A template from a file of the user's. Raises UsageError if it can't be read or used."""
+    """A template from a user's file. Raises UsageError if it can't be read or used."""
     try:
         with open(path, "rb") as stream:
             data = stream.read(4 * MAX_TEMPLATE_CHARS + 1)
@@ -548,7 +549,7 @@ def read_template(path: str | os.PathLike[str]) -> bytes:
 
 
 def abilities(source: str) -> tuple[str, ...]:
-    """What a template's source tells of a model, by Ollama's words: tools, thinking."""
+    """A model's abilities by its template's source, in Ollama's words: tools, thinking."""
     calls = CHANNEL in source or recognised(source) is not None
     thinks = CHANNEL in source or any(closes in source for _, closes in THINKING_MARKS)
     takes = calls and any(name in source for name in TOOL_NAMES)
@@ -556,7 +557,7 @@ def abilities(source: str) -> tuple[str, ...]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, and in which of the template's lines, as far as that is known."""
+    """What went wrong, and in which of the template's lines if that is known."""
     lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     line = getattr(error, "lineno", None) or next(reversed(lines), None)
     where = f" (line {line})" if line and f"line {line}" not in str(error) else ""

@@ -1,4 +1,4 @@
-"""Grammar rules for arguments that aren't JSON: names and values between marks, and Gemma's own notation.
+"""Grammar rules for arguments that aren't JSON: names and values between marks, and Gemma's notation.
 
 What the rules allow is read back by `call_formats.py` as arguments that the schema describes. Optional
 properties may be left out, properties that a schema doesn't list don't come, and a keyword that has no rule
@@ -29,7 +29,7 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-"""The types, and the keywords about their values that have rules."""
+"""JSON's types, and the keywords about their values that have rules."""
 _REFUSED: dict[str, tuple[str, ...]] = {
     "object": (
         *("patternProperties", "propertyNames", "minProperties", "maxProperties", "dependencies"),
@@ -37,18 +37,18 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "array": ("prefixItems", "contains", "uniqueItems", "unevaluatedItems"),
 }
-"""The keywords that have none. Others than JSON Schema's allow everything, as it says."""
+"""Keywords without rules. Keywords outside JSON Schema allow everything, as it specifies."""
 _ANY_TYPE = ("allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN_NAME = re.compile(r"[^\s<>{}\[\],:\"|]+")
 _PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-"""A letter of a pattern, one that is escaped, or letters in brackets."""
+"""A part of a pattern: a letter, an escaped one, or letters in brackets."""
 _DELIMITERS = re.compile(r"\\.|[/\n]", re.DOTALL)
-"""What ends a pattern in a grammar, and what is escaped already."""
+"""Delimiters that end a pattern in a grammar, and sequences that are escaped already."""
 _LOCAL = re.compile(r"#/(?:\$defs|definitions)/")
 _NOTHING = '""'
 MAX_COUNT = 4096
-"""Most characters or items that a rule counts."""
+"""Largest count of characters or items in a rule."""
 
 
 class Rules:
@@ -72,7 +72,7 @@ class Rules:
         self._lines.append(f"{name}: {body}")
 
     def literal(self, text: str) -> str:
-        """A text, with special tokens by their ids."""
+        """A rule for a text, with special tokens by their ids."""
         names = sorted((name for name in self.special if name in text), key=len, reverse=True)
         if not names:
             return json.dumps(text) if text else ""
@@ -83,7 +83,8 @@ class Rules:
         return " ".join(terminals)
 
     def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
-        """A text that a schema describes, and what is behind it, which ends with the first of the marks.
+        """A rule for a text that a schema describes, followed by `behind`, which ends with the first of the
+        marks.
 
         None of the marks is in the text. All begin with `<`: a text whose length or letters a schema limits
         has none of that letter, because to look for marks as well takes llguidance too much.
@@ -107,7 +108,7 @@ def _escaped(text: str) -> str:
 
 
 def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
-    """The repetition that two keywords ask for."""
+    """The repetition suffix for two keywords' bounds."""
     low, high = schema.get(least, 0), schema.get(most)
     for name, count in ((least, low), (most, 0 if high is None else high)):
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
@@ -118,7 +119,7 @@ def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
 
 
 def _anywhere(pattern: object) -> str:
-    """A pattern of JSON Schema, which a text has somewhere, as one of the whole text."""
+    """A pattern for a complete text, from a JSON Schema pattern, which may match anywhere."""
     if not isinstance(pattern, str):
         raise ConstraintError("a pattern is no string", "pattern")
     begins = pattern.startswith("^")
@@ -134,7 +135,7 @@ def _anywhere(pattern: object) -> str:
 
 
 def _branches(pattern: str) -> int | None:
-    """Number of alternatives that `|` separates outside of brackets; None if brackets don't match."""
+    """Number of alternatives that `|` separates outside brackets; None if brackets don't match."""
     depth, branches = 0, 1
     for part in _PATTERN_PART.findall(pattern):
         depth += (part == "(") - (part == ")")
@@ -146,7 +147,7 @@ def _branches(pattern: str) -> int | None:
 
 @dataclass(frozen=True)
 class PairForm:
-    """How names and values stand between marks.
+    """Where names and values stand between marks.
 
     before: with the name in the place of KEY. behind: of a value. between: what follows that. marks: what no
     text may have in it, first of all the mark in `behind`.
@@ -178,7 +179,7 @@ def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
 
 
 def _json(value: Any, defined: Mapping[str, Any]) -> Constraint:
-    """The schema of a value with the definitions of the whole."""
+    """A value's schema with the definitions of the complete schema."""
     return Constraint.json_schema({**value, **defined} if isinstance(value, Mapping) else value)
 
 
@@ -194,7 +195,7 @@ def _bare(rules: Rules, schema: Mapping[str, Any], form: PairForm) -> str:
 
 
 def gemma(rules: Rules, tool: Tool, marks: tuple[str, ...]) -> str:
-    """The arguments of a tool in Gemma's notation: `{key:value}`, texts between GEMMA_QUOTE.
+    """A rule for a tool's arguments in Gemma's notation: `{key:value}`, texts between GEMMA_QUOTE.
 
     marks: what no text may have in it, GEMMA_QUOTE first. Raises ConstraintError for a schema without rules.
     """
@@ -203,7 +204,7 @@ def gemma(rules: Rules, tool: Tool, marks: tuple[str, ...]) -> str:
 
 
 class _Gemma:
-    """Writes rules for one schema."""
+    """Writes the rules for one schema."""
 
     def __init__(self, rules: Rules, root: Any, marks: tuple[str, ...]) -> None:
         self._rules, self._root, self._marks = rules, root, marks
@@ -310,7 +311,7 @@ class _Gemma:
 
 
 def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
-    """Properties that may come, in their order: names, schemas and whether they must."""
+    """Properties that may occur, in order: names, schemas and whether they are required."""
     _only(schema, _TYPES["object"], ("object",), what)
     if "object" not in _types(schema):
         raise ConstraintError(f"{what} are of another type than object", "type")
@@ -331,7 +332,7 @@ def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _only(schema: Any, keywords: Sequence[str], types: Sequence[str], what: str) -> None:
-    """Raises ConstraintError for a keyword about these types that isn't one of `keywords`."""
+    """Raises ConstraintError for a keyword about these types that isn't among `keywords`."""
     if not isinstance(schema, Mapping):
         raise ConstraintError(f"the schema of {what} is of type {type(schema).__name__}")
     about = {*_ANY_TYPE, *(key for kind in types for key in _about(kind))} - {*keywords}
@@ -348,14 +349,14 @@ def _about(kind: str) -> tuple[str, ...]:
 
 
 def _alone(schema: Mapping[str, Any], keyword: str) -> None:
-    """Raises ConstraintError for anything that is asked for beside a keyword."""
+    """Raises ConstraintError for any other constraint beside a keyword."""
     _only(schema, (keyword,), tuple(_TYPES), f"a schema with {keyword}")
     if "type" in schema:
         raise ConstraintError(f"a type beside {keyword} can't be enforced in calls of this format", "type")
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values, if they are listed, of the types that a schema has. Other keywords are refused."""
+    """The allowed values, if a schema lists them, of the types that it has. Other keywords are refused."""
     if "const" not in schema and "enum" not in schema:
         return None
     types = _types(schema) if "type" in schema else tuple(_TYPES)
@@ -377,7 +378,7 @@ def _is_of(value: Any, types: Sequence[str]) -> bool:
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types of a schema; where it names none, those that its keywords are about."""
+    """The types of a schema; if it names none, those that its keywords are about."""
     given = schema.get("type")
     if given is None:
         about = [kind for kind in _TYPES if any(key in schema for key in _about(kind))]
@@ -400,7 +401,7 @@ def _referred(root: Any, pointer: object) -> Any:
 
 
 def _followed(root: Any) -> Any:
-    """The schema that arguments have, where a schema is only a reference to one of its definitions."""
+    """The schema of arguments, following a schema that is only a reference to one of its definitions."""
     schema = root
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
@@ -421,14 +422,14 @@ def _local(pointer: object) -> str:
 
 
 def _require_local(schema: Any) -> None:
-    """Raises ConstraintError for a reference that leads elsewhere from within the whole schema."""
+    """Raises ConstraintError for a reference that leads out of the schema."""
     for each in _walked(schema):
         if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
             _local(each["$ref"])
 
 
 def _walked(value: Any) -> Iterator[Any]:
-    """A value and all that is in it."""
+    """A value and everything nested in it."""
     yield value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for each in inner:

@@ -1,4 +1,4 @@
-"""How model families write calls of tools, recognised by the marks in their chat templates.
+"""Formats in which model families write tool calls, recognised by the marks in their chat templates.
 
 A format says where a call begins and ends in a reply, reads what stands between, and writes calls for
 templates that leave them out of a conversation. What a format can't read is no call: it stays text.
@@ -18,9 +18,9 @@ from ondevice.chat_template.tools import Tool, arguments_text, is_text, json_tex
 from ondevice.errors import UsageError
 
 Call = tuple[str, dict[str, Any]]
-"""The name of a tool, and arguments."""
+"""A tool's name and its arguments."""
 WrittenCall = tuple[str, Mapping[str, Any] | str]
-"""A call to write. Arguments that are a string stay as they are: they were cut, or are no object."""
+"""A call to write. String arguments, which were cut off or are no object, are written unchanged."""
 Tools = Mapping[str, Tool]
 """Tools that may be called, by name."""
 
@@ -45,7 +45,7 @@ _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 @dataclass(frozen=True)
 class Streaming:
-    """Where arguments stand that are JSON, so that they can be told while they are written.
+    """Where JSON arguments stand, so that they can be reported while they are written.
 
     head: what stands before a call's arguments; one of its groups is the tool's name. tail: what may stand
     behind them, as far as it belongs to the call. Each matches a bounded number of spaces and words.
@@ -56,7 +56,7 @@ class Streaming:
 
 
 def inside_string(text: str, tools: Tools) -> bool:
-    """Whether JSON that ends here ends inside a string."""
+    """Whether a text ends inside a string of JSON."""
     ends = [match[1] for match in _STRING.finditer(text)]
     return ends[-1:] == [""]
 
@@ -87,12 +87,12 @@ class CallFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything that the format's replies may have as special tokens."""
+        """All special tokens that replies in this format may contain."""
         return (*self.opens, *self.inner, *((self.closes,) if self.closes else ()))
 
 
 def json_calls(text: str, tools: Tools, needs_arguments: bool = False) -> list[Call] | None:
-    """Calls as JSON: an object with a name and arguments, several of them, or a list.
+    """Calls written as JSON: an object with a name and arguments, several of them, or a list.
 
     needs_arguments: whether an object with a name and no arguments is none, unless it says that it is one.
     """
@@ -108,7 +108,7 @@ _BROKEN = object()
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, one behind the other; at last _BROKEN if the rest is none."""
+    """The JSON values of a text, one after the other; _BROKEN last if the rest is none."""
     at, end = 0, len(text)
     while True:
         while at < end and text[at] in SEPARATORS:
@@ -138,7 +138,7 @@ def _object_call(value: Any, tools: Tools, needs_arguments: bool) -> Call | None
 
 
 def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
-    """A call, if there is such a tool and its arguments are an object that JSON can hold, or null."""
+    """A call, if the tool exists and its arguments are an object that JSON can hold, or null; else None."""
     if isinstance(arguments, str | None):
         arguments = parsed_object(arguments or "")
     if name not in tools or not isinstance(arguments, dict):
@@ -151,7 +151,7 @@ def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
 
 
 class _Pairs:
-    """Names and values of arguments, each between marks. Texts are written bare, other values as JSON."""
+    """A format of names and values between marks. Texts are written bare, other values as JSON."""
 
     def __init__(self, before: str, behind_name: str, behind: str, end: str) -> None:
         """Patterns of what stands before a name, between it and its value, behind that, and behind all."""
@@ -160,7 +160,7 @@ class _Pairs:
         self._behind_json = re.compile(rf"\s*{behind}")
 
     def read(self, text: str, at: int, tool: Tool) -> tuple[dict[str, Any], int, bool]:
-        """The arguments from `at` on, where they end, and whether the text ends inside one that is JSON."""
+        """The arguments from `at` on, where they end, and whether the text ends inside a JSON one."""
         arguments: dict[str, Any] = {}
         while head := self._head.match(text, at):
             name = head[1].strip()
@@ -177,7 +177,8 @@ class _Pairs:
         return arguments, at, False
 
     def _json(self, text: str, at: int) -> tuple[re.Match[str] | None, Any]:
-        """What stands behind the JSON at `at`, and its value; None where there is none or something else."""
+        """The rest after the JSON at `at`, and its value; None if there is no JSON or something else
+        follows."""
         try:
             value, end = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
@@ -190,7 +191,7 @@ _GLM = _Pairs("<arg_key>", r"</arg_key>\s*<arg_value>", "</arg_value>", "")
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """An argument that is written bare: a text where the schema wants one, else what its JSON is."""
+    """A bare argument's value: a text if the schema wants one, else what its JSON says."""
     if is_text(schema):
         return text
     bare = text.strip()
@@ -203,7 +204,8 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _xml_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
-    """`<function=NAME>` with a `<parameter=NAME>` for each argument; whether one of JSON isn't all there."""
+    """Calls as `<function=NAME>` with a `<parameter=NAME>` for each argument; and whether a JSON one is
+    incomplete."""
     at, calls = 0, []
     text = text.rstrip()
     while at < len(text):
@@ -229,7 +231,7 @@ def inside_xml(text: str, tools: Tools) -> bool:
 
 
 def _glm_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
-    """A name, and pairs of `<arg_key>` and `<arg_value>`; whether a value of JSON isn't all there."""
+    """Calls as a name and pairs of `<arg_key>` and `<arg_value>`; and whether a JSON value is incomplete."""
     text = text.rstrip()
     name = text.partition("<arg_key>")[0]
     if name.strip() not in tools:
@@ -248,7 +250,7 @@ def inside_glm(text: str, tools: Tools) -> bool:
 
 
 def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
-    """A list of JSON objects, or, as of later models, a name and arguments for each call."""
+    """Calls as a list of JSON objects, or, from later models, a name and arguments each."""
     if text.lstrip().startswith(("[{", "[ {", "{")):
         return json_calls(text, tools)
     calls = []
@@ -269,7 +271,7 @@ def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
-    """A name and JSON in each call, or the word `function`, a name and fenced JSON."""
+    """Calls as a name and JSON, or the word `function`, a name and fenced JSON."""
     calls = []
     for part in text.split(DEEPSEEK_CALL):
         body = part.strip().removesuffix(DEEPSEEK_CALL_END).strip()
@@ -287,7 +289,7 @@ def deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
-    """`call:NAME{key:value}`: JSON whose keys are bare and whose strings stand between marks."""
+    """Calls as `call:NAME{key:value}`: JSON with bare keys and strings between marks."""
     kind, _, rest = text.strip().partition(":")
     name, brace, body = rest.partition("{")
     parts = (brace + body).split(GEMMA_QUOTE)
@@ -301,7 +303,7 @@ def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def python_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as Python writes them, in brackets or without."""
+    """Calls in Python's notation, with or without brackets."""
     calls = []
     for name, values, named in read_python_calls(text) or ():
         tool = tools.get(name)
@@ -314,18 +316,18 @@ def python_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def json_or_python_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls in JSON, or as Python writes them."""
+    """Calls in JSON or in Python's notation."""
     return json_calls(text, tools) or python_calls(text, tools)
 
 
 def inside_json_or_python(text: str, tools: Tools) -> bool:
-    """Whether calls in JSON or Python that end here aren't at their end."""
+    """Whether a text ends inside calls in JSON or Python."""
     is_json = text.lstrip().startswith(("{", "[{", "[ {"))
     return inside_string(text, tools) if is_json else ends_inside_calls(text)
 
 
 def kimi_calls(text: str, tools: Tools) -> list[Call] | None:
-    """`functions.NAME:NUMBER`, and JSON, in each call."""
+    """Calls as `functions.NAME:NUMBER` and JSON."""
     calls = []
     for part in text.split(KIMI_CALL):
         body = part.strip().removesuffix(KIMI_CALL_END).strip()
@@ -349,7 +351,7 @@ def write_hermes(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_list(mark: str, closes: str = "") -> Callable[[Sequence[WrittenCall]], str]:
-    """What writes calls as one list of JSON."""
+    """A writer of calls as one JSON list."""
     return lambda calls: f"{mark}[{', '.join(as_json(*call) for call in calls)}]{closes}"
 
 
@@ -362,7 +364,7 @@ def write_kimi(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_command(calls: Sequence[WrittenCall]) -> str:
-    """Calls as Command writes them, with the numbers that it gives them."""
+    """Calls in Command's notation, numbered as it numbers them."""
     listed = ", ".join(
         f'{{"tool_call_id": "{number}", "tool_name": {json_text(name)}, '
         f'"parameters": {arguments_text(arguments)}}}'
@@ -372,7 +374,7 @@ def write_command(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_xml(opens: str, closes: str) -> Callable[[Sequence[WrittenCall]], str]:
-    """What writes calls with names and values between marks, each between `opens` and `closes`."""
+    """A writer of calls with names and values between marks, each call between `opens` and `closes`."""
 
     def written(value: Any) -> str:
         return value if isinstance(value, str) else json_text(value)
@@ -410,7 +412,7 @@ def write_mistral_args(calls: Sequence[WrittenCall]) -> str:
 def write_deepseek(
     before: str, before_json: str, behind_json: str, between: str
 ) -> Callable[[Sequence[WrittenCall]], str]:
-    """What writes calls with these texts before the name, around the arguments and between two calls."""
+    """A writer of calls with these texts before the name, around the arguments and between two calls."""
 
     def written(calls: Sequence[WrittenCall]) -> str:
         each = (

@@ -1,4 +1,4 @@
-"""Tells a model's thinking and its calls of tools from its reply where it writes to channels.
+"""Separates thinking and tool calls from the reply of models that write to channels.
 
 gpt-oss writes messages to channels (OpenAI's "harmony" format): `<|channel|>analysis<|message|>...<|end|>`,
 then `<|start|>assistant<|channel|>final<|message|>...`. What is on the channel `final` is the reply; a
@@ -17,9 +17,9 @@ from ondevice.chat_template.replies import MAX_CALL_CHARS, CallScan, Kind, Reply
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CONSTRAIN = "<|constrain|>"
-"""What stands before the kind of a message's text."""
+"""Marks the kind of a message's text."""
 CALL = "<|call|>"
-"""What ends a call, if it doesn't end the reply."""
+"""Ends a call, unless the call ends the reply."""
 REPLY_CHANNEL = "final"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _BEFORE_RECIPIENT = "to="
@@ -39,7 +39,7 @@ class Channels:
         self.openers = frozenset(tokens[name] for name in (START, CHANNEL))
         self._tools = tools
         self._part: str = "start"
-        """What is being read: the start, a header, thinking, a call or the reply."""
+        """The part being read: the start, a header, thinking, a call or the reply."""
         self._header = ""
         self._channel = ""
         self._call = ""
@@ -70,7 +70,7 @@ class Channels:
         return pieces
 
     def finish(self) -> list[ReplyPiece]:
-        """The rest. A call that can't be read is text of the reply."""
+        """The remaining pieces. A call that can't be read is text of the reply."""
         part, call, held = self._part, self._call, self._header
         self._call, self._scan = "", None
         if part == "start" and held:
@@ -103,7 +103,7 @@ class Channels:
         return [ReplyPiece("thinking" if self._part == "thinking" else "reply", text)] if text else []
 
     def _streamed(self) -> list[ReplyPiece]:
-        """What is certain of a call's arguments."""
+        """The pieces of a call's arguments that are certain."""
         pieces = []
         if self._scan is None and self._call.lstrip().startswith("{") and self._name in self._tools:
             self._scan = CallScan(self._name, self._call.index("{"))
@@ -112,7 +112,7 @@ class Channels:
         return [*pieces, ReplyPiece("reply", "", arguments=certain)] if certain else pieces
 
     def _begin(self) -> None:
-        """A message's text begins; its header says whose."""
+        """Begin a message's text, whose kind its header tells."""
         recipient = _RECIPIENT.search(f"{self._channel} {self._header}")
         if recipient is not None and recipient[1] in self._tools:
             self._part, self._name, self._call = "call", recipient[1], ""
@@ -124,5 +124,5 @@ class Channels:
 
 
 def has_channels(template: str, tokens: Mapping[str, int]) -> bool:
-    """Whether a model writes to channels: its template names them, and its tokenizer has their marks."""
+    """Whether a model writes to channels: its template names them and its tokenizer has their marks."""
     return CHANNEL in template and all(name in tokens for name in (START, CHANNEL, MESSAGE, END))

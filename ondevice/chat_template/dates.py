@@ -1,4 +1,4 @@
-"""`strftime_now` for templates: a day in words, whose clock stands at midnight."""
+"""`strftime_now` for templates: formats a day, with a clock that stands at midnight."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ _MONTHS = (
 
 
 def written_by(day: date) -> Callable[[str], str]:
-    """`strftime_now` of a day, by the directives of Python's `strftime` but for those of time zones, in
-    English whatever the machine's language.
-    """
+    """A `strftime_now` for a day: Python's directives without time zones, in English whatever the locale."""
     month, weekday = _MONTHS[day.month - 1], _WEEKDAYS[day.weekday()]
     since_first = day.timetuple().tm_yday
     parts = {

@@ -30,7 +30,7 @@ from ondevice.errors import ConstraintError
 
 @dataclass(frozen=True)
 class _Form:
-    """How calls are written: what begins and ends all of them, stands between two, and begins and ends one.
+    """How calls are written: texts around all calls, between two, and around one.
 
     `opens` has the tool's name in the place of NAME, and a number in that of NUMBER. arguments: as JSON,
     between marks, or in Gemma's notation.
@@ -85,13 +85,13 @@ _FORMS = {
     "glm": _Form("", "<tool_call>NAME\n", "</tool_call>", "\n", "", arguments=_GLM),
     "gemma4": _Form("", "<|tool_call>call:NAME", "<tool_call|>", "", "", arguments="gemma"),
 }
-"""The formats, by name."""
+"""Forms of calls by name of their format."""
 
 
 def forced_call(
     format: CallFormat, tools: Sequence[Tool], special: Mapping[str, int], parallel: bool
 ) -> Constraint:
-    """What a reply has to obey that calls one of the tools, or, if `parallel`, one or more.
+    """The constraint for a reply that calls one of the tools, or, if `parallel`, one or more.
 
     special: ids of the special tokens, by name. Raises ConstraintError for a schema that is none or has a
     keyword that can't be enforced.
@@ -104,7 +104,7 @@ def forced_call(
 def call_or_json(
     format: CallFormat, tools: Sequence[Tool], special: Mapping[str, int], parallel: bool, answer: Constraint
 ) -> Constraint:
-    """What a reply has to obey that either calls tools or is JSON that a schema describes.
+    """The constraint for a reply that either calls tools or is JSON that a schema describes.
 
     Raises ConstraintError for calls that are told from JSON by nothing, and for another constraint than a
     schema.
@@ -122,7 +122,7 @@ def call_or_json(
 
 
 def forced_channel(tools: Sequence[Tool], special: Mapping[str, int]) -> Constraint:
-    """What gpt-oss's whole text has to obey that calls one of the tools: it may think first.
+    """The constraint for gpt-oss's complete text that calls one of the tools, possibly after thinking.
 
     Its end is that of the arguments: `<|call|>` ends a reply. Raises as `forced_call` does.
     """
@@ -144,7 +144,7 @@ def forced_channel(tools: Sequence[Tool], special: Mapping[str, int]) -> Constra
 
 
 def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bool) -> str:
-    """The body of a rule for calls."""
+    """The body of a grammar rule for calls."""
     form = _FORMS[format.name]
     each = []
     for tool in tools:
@@ -172,14 +172,14 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
 
 
 def _most_digits(format: CallFormat, tools: Sequence[Tool]) -> int:
-    """Most digits of numbers in calls; 0, which is no bound, where texts stand bare among the arguments."""
+    """Most digits of numbers in calls; 0, for no bound, where texts stand bare among the arguments."""
     if _FORMS[format.name].arguments != "json":
         return 0
     return max((most_digits(dict(tool.parameters)) for tool in tools), default=0)
 
 
 def _arguments(tool: Tool) -> Constraint:
-    """The schema of a tool's arguments, which are an object where it says nothing of their type."""
+    """The schema of a tool's arguments, an object if it names no type."""
     schema = dict(tool.parameters)
     says = "type" in schema or "$ref" in schema
     return Constraint.json_schema(schema if says else {"type": "object"} | schema)

@@ -1,4 +1,4 @@
-"""`str.format` and `%` for templates: plain fields alone, no wide ones, so that nothing escapes or grows."""
+"""`str.format` and `%` for templates: only plain, narrow fields, so that nothing escapes or grows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.chat_template.given_text import GivenText, concatenated, given_ali
 from ondevice.chat_template.meter import TemplateLimit, TemplateMeter
 
 MAX_WIDTH = 1000
-"""Most characters and decimals that a field may ask for."""
+"""Most characters and decimals of a field."""
 _FIELD = re.compile(r"\d{0,3}|[A-Za-z_]\w*", re.ASCII)
 _SPEC = re.compile(r"(?:.?[<>=^])?[-+ ]?#?0?(\d*)[,_]?(?:\.(\d+))?[a-zA-Z%]?", re.ASCII)
 _DIRECTIVE = re.compile(r"%(?:\((\w+)\))?([-+ #0]*)(\d*)(?:\.(\d+))?(.?)", re.ASCII | re.DOTALL)
@@ -94,12 +94,12 @@ def _with_kind(value: Any, kind: str, spec: str, meter: TemplateMeter) -> str:
 
 
 def _charged(part: str, meter: TemplateMeter) -> str:
-    """The part, charged as it is made: a short form may have many wide fields."""
+    """The part itself, charged as it is made: a short form may have many wide fields."""
     meter.charge(len(part), "text")
     return part
 
 
 def _made_of(form: str, parts: Sequence[str]) -> str:
-    """The parts together, all of them given where the form was."""
+    """The parts joined, all marked as given if the form was."""
     text = concatenated(parts)
     return made_of(text, form) if isinstance(form, GivenText) and form.spans else text

@@ -1,4 +1,4 @@
-"""Texts that remember which of their parts come from messages and tools, while a template works on them.
+"""Texts that track which of their parts come from messages and tools while a template works on them.
 
 A template may cut, strip, join and compare what it is given as it likes, and sees nothing but the text. In
 the prompt that it makes, a special token's name is that token only where no part of it was given.
@@ -12,7 +12,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 Span = tuple[int, int]
-"""Begin and end of a part, in characters."""
+"""Start and end of a part, in characters."""
 
 
 class GivenText(str):
@@ -56,7 +56,7 @@ class GivenText(str):
         return self * count
 
     def part(self, start: int, stop: int) -> GivenText:
-        """The characters from `start` up to `stop`, which are inside the text."""
+        """The characters from `start` to `stop`, which lie inside the text."""
         stop = max(start, stop)
         clipped = ((max(begin, start) - start, min(end, stop) - start) for begin, end in self.spans)
         return GivenText(str.__getitem__(self, slice(start, stop)), (it for it in clipped if it[0] < it[1]))
@@ -112,7 +112,7 @@ class GivenText(str):
         return replaced(self, old, new, index(count))
 
     def _pieces(self, texts: Iterable[str], between: str | None) -> list[str]:
-        """Parts of this text, one behind the other, with their spans.
+        """Consecutive parts of this text, with their spans.
 
         between: what stands between two parts; None: white space, with which no part but a line begins.
         """
@@ -126,12 +126,12 @@ class GivenText(str):
 
 
 def given(text: str) -> GivenText:
-    """The text, all of it given; one that knows its parts stays as it is."""
+    """The text, all of it marked as given; a GivenText stays as it is."""
     return text if isinstance(text, GivenText) else GivenText(text, ((0, len(text)),) if text else ())
 
 
 def given_alike(text: str, source: str) -> str:
-    """`text`, which was made of `source` letter by letter: given where that is.
+    """`text`, made from `source` letter by letter, marked as given where `source` is.
 
     Where it has another length, it is given wholly.
     """
@@ -141,7 +141,7 @@ def given_alike(text: str, source: str) -> str:
 
 
 def made_of(text: str, source: str) -> str:
-    """`text`, which was made of `source` in whatever way: wholly given, if any part of that was."""
+    """`text`, made from `source` in any way, marked as given throughout if any part of `source` is."""
     if not isinstance(source, GivenText):
         return text
     return given(plain(text)) if source.spans else GivenText(text, ())
@@ -165,7 +165,7 @@ def joined(separator: str, parts: Iterable[str]) -> str:
 
 
 def concatenated(parts: Iterable[str]) -> str:
-    """The parts, one behind the other: what jinja2 makes a template's output by."""
+    """The parts concatenated: jinja2 makes a template's output with it."""
     return joined("", parts)
 
 
@@ -179,7 +179,7 @@ def replaced(text: str, old: str, new: str, count: int = -1) -> str:
 
 
 def changed_parts(text: str, change: Callable[[str], str]) -> str:
-    """The text with what was given changed to something of the same length."""
+    """The text with its given parts changed to others of the same length."""
     if not isinstance(text, GivenText):
         return text
     parts, at = [], 0
@@ -190,7 +190,8 @@ def changed_parts(text: str, change: Callable[[str], str]) -> str:
 
 
 def marked(value: Any, mark: str) -> Any:
-    """JSON data with `mark`, a character that isn't in it, around every string: `unmarked` takes it off."""
+    """JSON data with `mark`, a character that it doesn't contain, around every string; `unmarked` removes
+    it."""
     if isinstance(value, str):
         return f"{mark}{value}{mark}"
     if isinstance(value, dict):
@@ -206,14 +207,14 @@ def unmarked(text: str, mark: str) -> GivenText:
 
 
 def plain(text: str) -> str:
-    """The text alone."""
+    """The text as a plain string."""
     return str.__getitem__(text, slice(None))
 
 
 def template_tokens(text: str, names: re.Pattern[str]) -> list[re.Match[str]]:
-    """The special tokens of a prompt: the names in it of which no part was given."""
+    """The special tokens of a prompt: token names of which no part was given."""
     return list(names.finditer(changed_parts(text, lambda part: _BLANK * len(part))))
 
 
 _BLANK = "\ufdd0"
-"""A noncharacter, which no token's name has."""
+"""A noncharacter, which no token's name contains."""

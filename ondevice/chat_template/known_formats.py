@@ -1,4 +1,4 @@
-"""The ways to write calls that are known, by the marks in chat templates, and those that need no template."""
+"""Known formats of calls, recognised by marks in chat templates, and formats that need no template."""
 
 from __future__ import annotations
 
@@ -233,13 +233,13 @@ FORMATS = (
         streaming=_IN_JSON,
     ),
 )
-"""The formats, those with more marks first."""
+"""All formats, those with more marks first."""
 HERMES = next(each for each in FORMATS if each.name == "hermes")
-"""What a model is told to write whose template has no format."""
+"""The format that a model is told to use if its template has none."""
 
 
 def recognised(template: str) -> CallFormat | None:
-    """The format of a template's source; None if it has none of those that are known."""
+    """The format of a template's source; None if no known one is recognised."""
     return next((each for each in FORMATS if all(mark in template for mark in each.marks)), None)
 
 
@@ -261,7 +261,7 @@ _OTHER_KEY_HEAD = re.compile(r'\s*,\s*"')
 _PYTHON_HEAD = re.compile(r"\[?\s*([A-Za-z0-9_.-]*)(\s*\()?")
 _LANGUAGES = ("json", "tool_calls", "tool_call", "tool_code", "")
 _LOOKED_AT = 512
-"""Characters of a text by which it is seen whether it can be a call."""
+"""Characters of a text that decide whether it can be a call."""
 
 
 def _begins_name(name: str, is_complete: bool, tools: Tools) -> bool:
@@ -269,7 +269,7 @@ def _begins_name(name: str, is_complete: bool, tools: Tools) -> bool:
 
 
 def _could_be_json(text: str, tools: Tools) -> bool:
-    """Whether JSON of which this is the beginning can be a call of a given tool."""
+    """Whether JSON that begins with this text can be a call of one of the tools."""
     if _OTHER_KEY_HEAD.match(text):
         # Behind a call's arguments, whose last brace hasn't come yet.
         return len(text) < _LOOKED_AT
@@ -282,7 +282,7 @@ def _could_be_json(text: str, tools: Tools) -> bool:
 
 
 def _could_be_python(text: str, tools: Tools) -> bool:
-    """Whether a text of which this is the beginning can be calls as Python writes them."""
+    """Whether a text that begins with this one can be calls in Python's notation."""
     bare = text[:_LOOKED_AT].strip()
     name, is_complete = _PYTHON_HEAD.match(bare).groups() if bare else ("", None)  # type: ignore[union-attr]
     if is_complete:
@@ -291,7 +291,7 @@ def _could_be_python(text: str, tools: Tools) -> bool:
 
 
 def _fenced(text: str) -> str:
-    """What stands in a fence, without the name of a language."""
+    """The content of a fence, without the name of a language."""
     return text.removeprefix(next(it for it in _LANGUAGES if text.startswith(it)))
 
 
@@ -318,7 +318,7 @@ def _listed_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def _function_calls(text: str, tools: Tools) -> list[Call] | None:
-    """`NAME>` and arguments, in JSON or between marks."""
+    """Calls as `NAME>` and arguments, in JSON or between marks."""
     name, _, arguments = text.partition(">")
     call = checked_call(name.strip(), arguments.strip(), tools) if arguments.strip()[:1] == "{" else None
     return xml_calls(f"<function={text}</function>", tools) if call is None else [call]
@@ -342,7 +342,7 @@ LOOSE = (
     _loose("<tools>", "</tools>", json_calls, streaming=_IN_JSON),
     _loose("<function=", "</function>", _function_calls, streaming=_FUNCTION, inside=_inside_function),
 )
-"""Marks that models write in place of those of their template."""
+"""Marks that models write instead of their template's."""
 FENCE = "```"
 LINE_FORMS = {
     "": CallFormat("bare", (), (), None, _bare_calls, write_bare, streaming=_IN_JSON, could=_could_be_json),
@@ -360,4 +360,4 @@ LINE_FORMS = {
         could=_could_be_python,
     ),
 }
-"""Calls without marks, by what a line begins with: JSON, a fence, or a list as Python writes it."""
+"""Formats of calls without marks, by how a line begins: JSON, a fence, or a Python list."""

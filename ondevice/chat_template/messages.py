@@ -1,4 +1,4 @@
-"""Messages as they are given, checked, and in the forms that templates take."""
+"""Chat messages: checked, and brought into the forms that templates take."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ An assistant's may have `tool_calls` and, with them, the `thinking` before them.
 """
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Words by which templates tell messages apart."""
+"""Words by which templates distinguish messages."""
 _MESSAGE_KEYS, _TOOL_KEYS = 3, 2
-"""Levels of keys that are no words of others: a message's, its calls' and their functions'; a tool's and its
-function's."""
+"""Keys that are the interface's, level by level: a message's, its calls' and their functions'; a tool's and
+its function's."""
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
 
 
 def all_checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with what templates read of them. Raises UsageError for malformed ones.
+    """The messages with the fields that templates read. Raises UsageError for malformed ones.
 
     A tool's result gets the name of the tool that was called, as some templates ask for it.
     """
@@ -67,12 +67,12 @@ def _checked(message: Message) -> dict[str, Any]:
 
 
 def uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether there are calls or results of tools among checked messages."""
+    """Whether checked messages contain calls or results of tools."""
     return any("tool_calls" in message or message["role"] == "tool" for message in messages)
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with calls' ids as the strictest templates take them."""
+    """The messages with calls' ids shortened for the strictest templates."""
 
     def shortened(message: dict[str, Any]) -> dict[str, Any]:
         if "tool_calls" in message:
@@ -117,7 +117,7 @@ def changed_tools(tools: Sequence[Mapping[str, Any]], change: Callable[[str], st
 
 
 def size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Number of characters in messages and tools, about."""
+    """Approximate number of characters in messages and tools."""
     plain = sum(len(message["content"]) for message in messages)
     return (
         plain
@@ -136,13 +136,14 @@ def _absent_character(value: Any) -> str:
 
 
 CALL_FORMS = ("object", "text", "object alone", "text alone", "written")
-"""Arguments as an object or as JSON in a string, with an empty content or none; last: all in the content."""
+"""Forms of a message with calls: arguments as an object or as a JSON string, with empty content or none;
+last, all in the content."""
 
 
 def as_form(
     message: dict[str, Any], form: str, format: CallFormat, takes_text: bool = False
 ) -> dict[str, Any]:
-    """A message whose calls, and the thinking before them, are as a template takes them.
+    """A message whose calls, and the thinking before them, have the form that a template takes.
 
     Thinking has two names. Behind a text it is left out: gpt-oss's template refuses both.
 
@@ -170,7 +171,7 @@ def as_form(
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are JSON, or the string that they are."""
+    """A call with its arguments as JSON, or as the string that they are."""
     function = call["function"]
     return call | {"function": function | {"arguments": arguments_text(function["arguments"])}}
 
@@ -178,7 +179,7 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], way: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables of a template that takes tools in this way."""
+    """Messages and variables for a template that takes tools in this way."""
     if way != "system":
         return messages, {way: tools}
     head = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}

@@ -83,7 +83,7 @@ class TemplateMeter:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """The filter `tojson`, with the semantics of `transformers`: plain JSON, nothing escaped for HTML."""
+        """`value` as JSON: the filter `tojson` as in `transformers`, with nothing escaped for HTML."""
         if indent is not None and not 0 <= indent <= 16:
             raise TemplateLimit(f"it indents JSON by {indent}; the limit is 16")
 

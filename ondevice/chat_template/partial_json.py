@@ -1,4 +1,4 @@
-"""Follows JSON while it is written: where a value ends, and whether what is there so far can become one."""
+"""Follows JSON while it is written: where a value ends, and whether its beginning can become one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class JsonScan:
         self._quoted = False
         self._wants: Literal["value", "key", "colon", "comma"] = "value"
         self._may_close = False
-        """Whether a bracket that has just been opened may be closed."""
+        """Whether the bracket opened last may be closed now."""
 
     def take(self, text: str, at: int) -> int:
-        """Follow `text` from `at` on, which is where the last call ended. Returns how far it is certain.
+        """Follow `text` from `at`, where the last call ended. Returns the position up to which it is certain.
 
         What is behind that must come again, with more behind it, unless the value has ended there or is
         broken.
@@ -46,7 +46,8 @@ class JsonScan:
         return at
 
     def _token(self, text: str, at: int) -> int:
-        """The end of the spaces, sign or scalar at `at`; `at` if it isn't all there, or breaks the value."""
+        """The end of the spaces, sign or scalar at `at`; `at` itself if it is incomplete or breaks the
+        value."""
         spaces = _SPACES.match(text, at)
         if spaces is not None and spaces.end() > at:
             return spaces.end()
@@ -108,13 +109,13 @@ class JsonScan:
         return at + len(word)
 
     def _complete(self) -> None:
-        """A value is complete."""
+        """Note that a value is complete."""
         self._wants = "comma"
         self.ended = not self._open
 
 
 def ends_inside(text: str, at: int = 0) -> bool:
-    """Whether a text ends before the JSON value at `at` does."""
+    """Whether a text ends before its JSON value at `at` does."""
     scan = JsonScan()
     scan.take(text, at)
     return not scan.ended and not scan.broken

@@ -1,5 +1,5 @@
-"""Where messages stand that a template refuses or leaves out there: instructions between others, and several
-messages of one role in a row. Pure.
+"""Rearranges messages that a template refuses or drops: instructions between others, several in a row of one
+role.
 
 Agents send both. Many templates take instructions as the first message alone, some none at all, and some only
 users and replies by turns.
@@ -15,20 +15,20 @@ from ondevice.chat_template import given_text
 
 INSTRUCTIONS = ("system", "developer")
 _JOINED = ("user", "assistant")
-"""Roles whose messages are joined where they follow each other."""
+"""Roles whose consecutive messages are joined."""
 _GAP = "\n\n"
 
 
 def is_usual(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether roles come in an order that every template knows: instructions first, and no role twice in a
-    row but results."""
+    """Whether roles come in an order that every template accepts: instructions first, and no role but results
+    twice in a row."""
     roles = [message["role"] for message in messages]
     later = any(role in INSTRUCTIONS for role in roles[1:])
     return not later and not any(role in _JOINED and role == after for role, after in pairwise(roles))
 
 
 def placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages as they are, and then in ever fewer roles and turns, each different from the one before.
+    """The messages unchanged, then rearranged into ever fewer roles and messages, each version different.
 
     Instructions that follow others become a user's message where they stand; then messages of one role in a
     row are one; at last the first instructions begin the first user's message. No text is lost, and all keep
@@ -46,7 +46,7 @@ def placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, those of a user or of the model that follow each other as one."""
+    """The messages, with consecutive ones of a user or of the model joined."""
     kept: list[dict[str, Any]] = []
     for message in messages:
         if kept and kept[-1]["role"] == message["role"] and message["role"] in _JOINED:
@@ -57,7 +57,7 @@ def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages with short texts in place of theirs, and the texts of users and instructions, in order."""
+    """The messages with short numbered texts, and the texts of users and instructions in order."""
     texts = [f"probe{at}x" if _is_question(message) else "y" for at, message in enumerate(messages)]
     short = [
         message | ({} if message["content"] is None else {"content": text})
@@ -67,7 +67,7 @@ def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def _head(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The instructions that messages begin with, as one message, and the others."""
+    """The instructions at the beginning, as one message, and the other messages."""
     count = next(
         (at for at, message in enumerate(messages) if message["role"] not in INSTRUCTIONS), len(messages)
     )
@@ -94,5 +94,5 @@ def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(texts: Sequence[str]) -> str:
-    """The texts as one, which knows that all but the gaps were given."""
+    """The texts joined, with all but the gaps marked as given."""
     return given_text.joined(_GAP, [given_text.given(text) for text in texts if text])

@@ -20,10 +20,10 @@ _WORDS: dict[str, Any] = {
     **{"true": True, "false": False, "null": None},
 }
 _METHOD = ".call"
-"""What Llama writes behind the name of a tool that it was trained with."""
+"""The method that Llama calls on a tool that it was trained with."""
 
 PythonCall = tuple[str, list[Any], dict[str, Any]]
-"""A function's name, and its arguments by place and by name."""
+"""A function's name, and its arguments by position and by name."""
 
 
 class UnfinishedError(ValueError):
@@ -122,7 +122,7 @@ class _CallReader:
         self.at = self.at if match is None else match.end()
 
     def peek(self) -> str:
-        """The next character that is no space. Raises UnfinishedError if there is none."""
+        """The next non-space character. Raises UnfinishedError if there is none."""
         if self.ends():
             raise UnfinishedError
         return self.text[self.at]
@@ -146,7 +146,7 @@ class _CallReader:
 
 
 def read_python_calls(text: str) -> list[PythonCall] | None:
-    """The calls that a text consists of; None if it is anything else."""
+    """The calls that make up a text; None if it is anything else."""
     try:
         return _CallReader(text).calls()
     except (ValueError, SyntaxError, RecursionError):
@@ -154,7 +154,7 @@ def read_python_calls(text: str) -> list[PythonCall] | None:
 
 
 def ends_inside_calls(text: str) -> bool:
-    """Whether a text ends before the calls do that it begins with."""
+    """Whether a text ends inside the calls that it begins with."""
     try:
         _CallReader(text).calls()
     except UnfinishedError:
@@ -165,7 +165,7 @@ def ends_inside_calls(text: str) -> bool:
 
 
 def by_name(values: Sequence[Any], named: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
-    """Arguments by name; None if there are more by place than names.
+    """Arguments by name; None if there are more positional ones than names.
 
     names: of a function's arguments, in order.
     """

@@ -1,4 +1,4 @@
-"""Tells thinking, calls of tools and the reply apart in what a model writes, piece by piece.
+"""Separates thinking, tool calls and the reply in a model's output, piece by piece.
 
 Marks such as `<think>` or `<tool_call>` are found across borders of tokens, and no part of one is ever shown.
 What is held back for that is bounded: beginnings of marks, some spaces, and one call. A call is told when its
@@ -19,7 +19,7 @@ from ondevice.chat_template.partial_json import JsonScan
 from ondevice.chat_template.tools import MAX_CALLS
 
 Kind = Literal["reply", "thinking", "call", "header"]
-"""What a token belongs to. A header, such as a channel's name, isn't shown."""
+"""What a token belongs to. Headers, such as a channel's name, aren't shown."""
 THINKING_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -27,21 +27,21 @@ THINKING_MARKS = (
     ("<|channel>thought", "<channel|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-"""Pairs of marks between which models think."""
+"""Pairs of marks around thinking."""
 MAX_CALL_CHARS = 1 << 18
 """Most characters of a call; a longer one is text."""
 MAX_RETRIES = 16
-"""Most ends of a call that are taken for part of an argument."""
+"""Most ends of a call that may be part of an argument."""
 MAX_HELD_SPACES = 256
-"""Most spaces that are held back because a mark might follow, before which they would be dropped."""
+"""Most spaces held back because a mark might follow, before which they are dropped."""
 _LINE_OPENER = re.compile(r"(?:\A|(?<=\n))[ \t]*(```|(?=\{|\[\s{0,8}\{)|\[(?=\s{0,8}[A-Za-z_]))")
-"""What may begin a call without a mark, at the beginning of a line: a key of LINE_FORMS."""
+"""How a line with a call without a mark begins: a key of LINE_FORMS."""
 _LINE_OPENER_BEGUN = re.compile(r"(?:\A|(?<=\n))[ \t]*(`{1,2}|\[\s{0,8})\Z")
 
 
 @dataclass(frozen=True)
 class ReplyPiece:
-    """A part of a reply: text of it or of thinking, a call, or a part of a call that is being written.
+    """A part of a reply: text of the reply or of thinking, a call, or a part of a call being written.
 
     begins: the name of a tool whose arguments begin. arguments: what comes next of their JSON; together, up
     to the piece with the call, they are its arguments as the model wrote them.
@@ -55,7 +55,7 @@ class ReplyPiece:
 
 
 class CallScan:
-    """Follows the arguments of one call of a tool that is given, which are a JSON object."""
+    """Follows the arguments of one tool call, a JSON object."""
 
     def __init__(self, name: str, at: int) -> None:
         """at: where the arguments begin in the text that is taken."""
@@ -71,7 +71,7 @@ class CallScan:
         return self._json.broken
 
     def take(self, text: str) -> str:
-        """What has become certain of the arguments. `text` is all that there is by now."""
+        """The arguments' text that has become certain. `text`: everything written so far."""
         before, self.at = self.at, self._json.take(text, self.at)
         return text[before : self.at]
 
@@ -86,15 +86,15 @@ class ReplyParser(Protocol):
 
     @property
     def openers(self) -> frozenset[int]:
-        """Ids of tokens that may come in a reply's place and begin something else, such as thinking."""
+        """Ids of tokens that may come instead of the reply and begin something else, such as thinking."""
         ...
 
     def take(self, token: int | None, text: str) -> list[ReplyPiece]:
-        """The pieces that are certain by now. `text` ends before `token`, which is then taken."""
+        """The pieces that have become certain. `text` ends before `token`, which is consumed."""
         ...
 
     def finish(self) -> list[ReplyPiece]:
-        """The rest, at the end of the reply."""
+        """The remaining pieces, at the end of the reply."""
         ...
 
 
@@ -147,9 +147,9 @@ class MarkedReply:
         self._forms = {mark: form for form in reversed(forms) for mark in form.opens}
         self._line_forms = LINE_FORMS if is_loose else {}
         self._form: CallFormat | None = None
-        """The format of the call that is being read."""
+        """The format of the call being read."""
         self._at_line = True
-        """Whether what is held begins a line."""
+        """Whether the held text begins a line."""
         self._in_code = False
         """Whether the text is inside a fence that is no call."""
         texts = (*(marks or ()), *(text for form in forms for text in form.texts))
@@ -158,15 +158,15 @@ class MarkedReply:
         self._searched = self._retries = 0
         self._opened = ""
         self._told = False
-        """Whether a call has been told since the last mark that began calls."""
+        """Whether a call has been reported since the last mark that began calls."""
         self._scan: CallScan | None = None
         self._drop_spaces = False
         self._replied = False
-        """Whether there has been text of the reply."""
+        """Whether text of the reply has been reported."""
         self._break = ""
-        """What stands for the spaces that have been dropped behind that text."""
+        """What replaces the spaces dropped after that text."""
         self._said = False
-        """Whether the part that is being read has begun: thinking, or the reply."""
+        """Whether the current part, thinking or the reply, has begun."""
         self._called = 0
         self._state: Literal["start", "thinking", "text", "call"] = (
             "thinking" if thinks else "start" if marks else "text"
@@ -200,7 +200,7 @@ class MarkedReply:
                 going = yield from self._call(final)
 
     def _start(self, final: bool) -> bool:
-        """Whether the reply's first mark is there, or can't come any more."""
+        """Whether the reply's first mark is there, or can no longer come."""
         assert self._marks is not None
         begin = self._marks[0]
         bare = self._held[:MAX_HELD_SPACES].lstrip()
@@ -244,7 +244,7 @@ class MarkedReply:
         return bool(form or mark)
 
     def _to_call(self, final: bool) -> tuple[str, CallFormat | None, str]:
-        """The text that is certain before the first call; its format and mark, if one begins.
+        """The text that is certain before the first call, and the call's format and mark if one begins.
 
         Spaces before a mark belong to it. A mark without a format ends a fence, and is part of the text.
         """
@@ -272,12 +272,12 @@ class MarkedReply:
         return text, None, ""
 
     def _line_kept(self) -> int:
-        """Number of characters at the end of what is held that a call without a mark may begin with."""
+        """Number of held characters at the end with which a call without a mark may begin."""
         match = _LINE_OPENER_BEGUN.search(self._held) if self._line_forms else None
         return len(match[1]) if match is not None and (match.start() or self._at_line) else 0
 
     def _may_call(self) -> bool:
-        """Whether a call may begin here or further on."""
+        """Whether a call may begin here or later."""
         assert self._calls is not None
         if not self._calls_alone or self._called:
             return True
@@ -291,7 +291,7 @@ class MarkedReply:
         self._searched = self._retries = 0
 
     def _call(self, final: bool) -> Generator[ReplyPiece, None, bool]:
-        """The calls behind a mark. Those that are told while they are written come first."""
+        """The calls after a mark, those reported while they are written first."""
         assert self._form is not None
         form = self._form
         if (yield from self._stream(final)):
@@ -339,7 +339,8 @@ class MarkedReply:
         return True
 
     def _stream(self, final: bool) -> Generator[ReplyPiece, None, bool]:
-        """Calls whose arguments are JSON, while they are written. True: one broke off, and is text."""
+        """Report calls with JSON arguments while they are written. Returns True if one broke off, and is
+        text."""
         while True:
             if self._scan is None:
                 self._scan = self._begun()
@@ -365,7 +366,7 @@ class MarkedReply:
                 return False
 
     def _begun(self) -> CallScan | None:
-        """The call whose arguments begin next, if they do and can be told while they are written."""
+        """The call whose arguments begin next, if they can be reported while they are written."""
         assert self._form is not None
         streaming = self._form.streaming
         head = None if streaming is None else streaming.head.match(self._held, self._behind_told())
@@ -373,7 +374,7 @@ class MarkedReply:
         return CallScan(name, head.end()) if head is not None and name in self._tools else None
 
     def _behind_told(self) -> int:
-        """The end of what belongs to the call that has just been told."""
+        """The end of what belongs to the call reported last."""
         assert self._form is not None
         if not self._told or self._form.streaming is None:
             return 0
@@ -381,12 +382,12 @@ class MarkedReply:
         return 0 if tail is None else tail.end()
 
     def _tell(self, piece: ReplyPiece) -> Iterator[ReplyPiece]:
-        """A part of a call, unless there are too many calls."""
+        """Report a part of a call, unless there are too many calls."""
         if self._called < MAX_CALLS:
             yield piece
 
     def _reply(self, text: str) -> Iterator[ReplyPiece]:
-        """Text of the reply, behind the break that calls before it have left."""
+        """Report text of the reply, after the break that earlier calls left."""
         if not text:
             return
         self._said, self._at_line = True, _ends_line(text, self._at_line)
@@ -396,12 +397,12 @@ class MarkedReply:
         yield ReplyPiece("reply", text)
 
     def _add_break(self, spaces: str) -> None:
-        """Keep in mind that spaces behind a text have been dropped: as lines, at most one of them empty."""
+        """Remember the spaces dropped after a text, as lines, at most one of them empty."""
         if self._replied and spaces:
             self._break = "\n" * min(2, (self._break + spaces).count("\n")) or " "
 
     def _give_up(self, length: int) -> Iterator[ReplyPiece]:
-        """What was taken for a call is text: of one without a mark no more than what it was taken for one by.
+        """Turn a supposed call back into text; of one without a mark, only its opening.
 
         length: of what is held.
         """
@@ -419,7 +420,7 @@ class MarkedReply:
         yield from self._reply(text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
-        """The text that is certain before the first of the marks, and that mark if it is there, else ''.
+        """The text that is certain before the first of the marks, and that mark, or '' if none is there.
 
         Spaces before a mark belong to it.
         """
@@ -439,18 +440,18 @@ class MarkedReply:
 
 
 def _spaces(text: str) -> str:
-    """The spaces and line feeds with which a text begins."""
+    """The spaces and line feeds at the beginning of a text."""
     return text[: len(text) - len(text.lstrip())]
 
 
 def _ends_line(text: str, at_line: bool) -> bool:
-    """Whether what follows a text begins a line, but for spaces. at_line: whether the text does."""
+    """Whether the text after this one begins a line, spaces aside. at_line: whether this one does."""
     _, line_feed, rest = text.rpartition("\n")
     return not rest.strip(" \t") and (bool(line_feed) or at_line)
 
 
 def _beginning(text: str, marks: tuple[str, ...]) -> int:
-    """Number of characters at a text's end that a mark begins with."""
+    """Number of characters at the end of a text with which a mark begins."""
     for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length

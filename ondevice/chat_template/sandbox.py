@@ -216,7 +216,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` without attributes and huge widths, where jinja2 guards against escapes alone."""
+        """`str.format` without attributes and huge widths; jinja2 only guards against escapes."""
         if super().wrap_str_format(value) is None:
             return None
         if value.__name__ != "format":
@@ -268,7 +268,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self._depth -= 1
 
     def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, charged for the sizes of its arguments before and of its result after each call."""
+        """`function`, charged for its arguments' sizes before each call, and for its result's size after
+        it."""
 
         @wraps(function)
         def charged(*args: Any, **kwargs: Any) -> Any:
@@ -290,7 +291,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _weigh(self, value: Any) -> Any:
-        """`value`, charged for being scanned once."""
+        """`value` itself, charged for one scan."""
         length = len(value) if isinstance(value, str | range) else self.meter.elements(value)
         self.meter.charge(1 + length // 16)
         return value
@@ -335,7 +336,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _still_given(result: Any, source: Any, made: Callable[[str, str], str]) -> Any:
-    """A filter's result, with what `made` says of a text that it was made of."""
+    """A filter's result, marked by `made` as given if its source text was."""
     is_plain = isinstance(result, str) and not isinstance(result, GivenText)
     return made(result, source) if is_plain and isinstance(source, str) else result
 

@@ -1,4 +1,4 @@
-"""Tools that a model may call, its calls of them, and both in messages. All of it comes from outside.
+"""Tools that a model may call, its calls, and both in messages. All of it comes from outside.
 
 The shapes are those that chat templates know, which are OpenAI's: a tool is
 `{"type": "function", "function": {"name", "description", "parameters"}}`, an assistant's message may have
@@ -27,7 +27,7 @@ _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{NAME_CHARS}}}")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 Think = bool | Literal["low", "medium", "high"] | None
-"""Whether a model shall think before it replies, or how much; None: as its template has it."""
+"""Whether, or how much, a model thinks before it replies; None: by its template's default."""
 EFFORTS = ("low", "medium", "high")
 
 
@@ -40,7 +40,8 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
 
     def to_dict(self) -> dict[str, Any]:
-        """The tool as templates take it. What is absent is there as empty, as some don't ask."""
+        """The tool in the form that templates take. Absent fields are empty, as some templates don't
+        check."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -52,7 +53,7 @@ class Tool:
 
 
 def is_text(schema: object) -> bool:
-    """Whether a schema of an argument says, by itself, that it is a string."""
+    """Whether an argument's schema itself says that it is a string."""
     if not isinstance(schema, Mapping):
         return False
     if "type" in schema:
@@ -74,19 +75,19 @@ class ToolCall:
     written: str = field(default="", compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The call as messages have it."""
+        """The call in the form that messages have."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON, as the model wrote it if it did. Lone surrogates are escaped."""
+        """The arguments as JSON, as the model wrote it where it wrote JSON. Lone surrogates are escaped."""
         return self.written or json_text(self.arguments)
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a call that is being written. arguments: what comes next of their JSON; at first nothing.
+    """A part of a call being written. arguments: the next part of their JSON; empty at first.
 
     Those of a call are its `arguments_json` together. A call that breaks off is none: its text follows.
     """
@@ -98,7 +99,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What a prompt is made with beside the messages. Without tools, none can be called.
+    """The options of a prompt beside its messages. Without tools, none can be called.
 
     parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
     must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
@@ -173,7 +174,7 @@ def checked_name(name: object) -> str:
 
 
 def checked_calls(given: object) -> list[dict[str, Any]]:
-    """The `tool_calls` of a message as messages have them. Raises UsageError for what are none.
+    """The `tool_calls` of a message, checked. Raises UsageError for malformed ones.
 
     Arguments are an object. What models wrote that is none, such as JSON that was cut, stays a string.
     """
@@ -208,7 +209,7 @@ def _checked_call(given: object) -> dict[str, Any]:
 
 
 def _read_arguments(text: str) -> dict[str, Any] | str:
-    """The object whose JSON a string is; the string itself if it is none."""
+    """The object that a JSON string holds; the string itself if it holds none."""
     arguments = parsed_object(text)
     try:
         return text if arguments is None else dict(plain_data(arguments, "the arguments"))
@@ -226,7 +227,7 @@ def checked_id(given: object) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is, or None. An empty text is an object of nothing, and so is null."""
+    """The JSON object that a text holds, or None. An empty text and null are an empty object."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -236,7 +237,7 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def json_text(value: object) -> str:
-    """JSON of one line, with letters as they are; lone surrogates are escaped."""
+    """JSON on one line, letters unescaped but lone surrogates escaped."""
     text = json.dumps(value, ensure_ascii=False, default=dict)
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -247,12 +248,12 @@ def arguments_text(arguments: Mapping[str, Any] | str) -> str:
 
 
 def short_id(given: str) -> str:
-    """An id of 9 letters and digits, which is what the strictest templates take."""
+    """A call's arguments as JSON, or the string that they are."""
     return given if _SHORT_ID.fullmatch(given) else new_id(given)
 
 
 def new_id(*parts: object) -> str:
-    """The id of 9 letters and digits that belongs to these parts."""
+    """The 9-character id of letters and digits derived from these parts."""
     return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:9]
 
 

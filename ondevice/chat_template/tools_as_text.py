@@ -1,4 +1,4 @@
-"""Tools, their calls and results as plain text, for chat templates that have no place for them.
+"""Writes tools, calls and results as plain text, for chat templates without a place for them.
 
 The model is told what it may call, and how, in its instructions. Calls in a conversation stand in the text of
 the assistant's messages, results in messages of the user.
@@ -61,7 +61,7 @@ def with_tools_as_text(
 
 
 def _text(role: str, parts: Sequence[GivenText], between: str = "\n\n") -> dict[str, Any]:
-    """A message whose text has these parts, as far as they aren't empty."""
+    """A message whose text consists of these parts, empty ones skipped."""
     return {"role": role, "content": _made(joined(between, [part for part in parts if part]))}
 
 
@@ -75,5 +75,5 @@ def _result(content: str) -> GivenText:
 
 
 def _made(text: str) -> GivenText:
-    """A text that knows its parts, of which some may be given."""
+    """A GivenText of this text, parts of which may be given."""
     return text if isinstance(text, GivenText) else GivenText(text, ())

@@ -99,19 +99,19 @@ def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | 
 def _part(transport: MlxTransport, model: str | None, runtime: RuntimeConfig) -> ResolvedModel:
     global _later, _transport
     from ondevice.bundle.reader import Bundle
+    from ondevice.distributed.handshake import handshake_as_first, handshake_as_other
     from ondevice.distributed.layer_server import serve_layers
-    from ondevice.distributed.meeting import meet, meet_as_first
     from ondevice.runtime.models import find_model
 
     if transport.rank:
-        resolved = meet(transport, lambda: Bundle.open(find_model(model)), runtime)
+        resolved = handshake_as_other(transport, lambda: Bundle.open(find_model(model)), runtime)
         transport.plan(resolved.plan.activation_bytes)
         serve_layers(resolved, transport)
         transport.close()
         raise Exit(0)
     _transport = transport
     _warn_of_pressure(runtime)
-    resolved, _later = meet_as_first(transport, Bundle.open(find_model(model)), runtime)
+    resolved, _later = handshake_as_first(transport, Bundle.open(find_model(model)), runtime)
     _later.on_failure = _report
     transport.plan(resolved.plan.activation_bytes)
     return resolved

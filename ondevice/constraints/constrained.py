@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PIECE_SECONDS = 0.02
-"""Time after which `catch_up` lets others go. Reading the grammar is one step, and so is each token."""
+"""Seconds after which `catch_up` yields. Reading the grammar is one step, and so is each token."""
 Mask = npt.NDArray[np.bool_]
 Proposals = Iterable[tuple[int, float]]
 
 
 class Gate(Protocol):
-    """Tells the reply, which obeys the constraint, from thinking, as `chat_template/replies.py` does."""
+    """Separates the reply, to which the constraint applies, from thinking, as in
+    `chat_template/replies.py`."""
 
     @property
     def kind(self) -> str:
@@ -35,14 +36,14 @@ class Gate(Protocol):
 
     @property
     def openers(self) -> frozenset[int]:
-        """Ids of tokens that may come in a reply's place and begin something else."""
+        """Ids of tokens that may come instead of the reply and begin something else."""
 
     def take(self, token: int | None, text: str) -> object:
-        """Follow the text up to and with `token`."""
+        """Follow the text up to `token`, and `token` itself."""
 
 
 class Constrained:
-    """One text. `eos_ids` don't belong to it: they may come where the constraint is satisfied."""
+    """One text under a constraint. `eos_ids` don't belong to it: they may come where it is satisfied."""
 
     def __init__(
         self,
@@ -64,26 +65,26 @@ class Constrained:
         self._matcher = matcher
         self._unshared = unshared
         self._looks_ahead = True
-        """Whether drafts may take from the grammar's limits."""
+        """Whether drafts may use up the grammar's limits."""
         self._taken: list[int] = []
-        """Tokens that the matcher has taken, or that another has to take."""
+        """Tokens that the matcher has consumed, or that its replacement has to."""
         self._bits: bytes | None = None
-        """The next mask, packed, once it is known."""
+        """The next mask, packed, once it is computed."""
         self._vocab_size = vocab_size
         self._gate = gate
         self._digits = digits
         self._openers = [] if gate is None else sorted(gate.openers)
         self._obeys = gate is None or gate.kind == "reply"
-        """Whether the next token has to obey."""
+        """Whether the constraint applies to the next token."""
         self._begun = self._obeys and not self._openers
-        """Whether what has to obey has begun for good."""
+        """Whether the constrained text has begun for good."""
         self._unfinished = np.ones(vocab_size, dtype=np.bool_)
-        """Tokens that may come where nothing has to obey yet: those that don't end the text."""
+        """Tokens that may come where the constraint doesn't apply yet: those that don't end the text."""
         self._unfinished[[token for token in eos_ids if token < vocab_size]] = False
         self._ahead: _Ahead | None = None
 
     def allowed(self) -> Mask:
-        """(V,) whether each token may come next. `catch_up` comes first where `is_ready` doesn't hold.
+        """(V,) booleans: whether each token may come next. Call `catch_up` first if `is_ready` is false.
 
         Raises ConstraintError if none may, or if the grammar takes more than its limits allow.
         """
@@ -104,18 +105,18 @@ class Constrained:
         return mask
 
     def is_ready(self) -> bool:
-        """Compute the next mask. False: it has to wait for `catch_up`."""
+        """Compute the next mask. Returns False if that has to wait for `catch_up`."""
         if self._obeys and self._bits is None and not self.is_behind:
             self._bits = self._matcher.compute_bitmask()
         return not self.is_behind
 
     @property
     def is_behind(self) -> bool:
-        """Whether shared limits have ended the matcher, so that `catch_up` has to run."""
+        """Whether shared limits ended the matcher, so that `catch_up` has to run."""
         return self._unshared is not None and self._matcher.is_error()
 
     def catch_up(self) -> Iterator[None]:
-        """Follow the text anew with a matcher of its own, in pieces, between which others may go.
+        """Follow the text anew with an unshared matcher, in pieces, between which other texts may go.
 
         Raises ConstraintError if the grammar takes more than its limits allow for this text alone.
         """
@@ -136,7 +137,7 @@ class Constrained:
         self._check()
 
     def take(self, token: int, text: str) -> None:
-        """Follow `token`, which has joined the text. text: what it completed."""
+        """Follow `token`, which joined the text. text: what it completed."""
         self._ahead = self._bits = None
         if self._begun or (self._obeys and token not in self._openers):
             self._begun = True
@@ -156,7 +157,7 @@ class Constrained:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow what has been said; unknown, and False, where it has to catch up."""
+        """Whether nothing may follow the text; False, for unknown, where it has to catch up."""
         return self._begun and not self.is_behind and self._matcher.is_stopped()
 
     def proposals(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
@@ -181,16 +182,16 @@ class Constrained:
 
 
 class _Ahead:
-    """Looks ahead of the text, on a matcher of its own."""
+    """Looks beyond the text with a separate matcher."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._path: list[int] = []
-        """Tokens that the matcher has taken behind the text."""
+        """Tokens that the matcher has consumed beyond the text."""
         self._forced: dict[tuple[int, ...], int] = {}
 
     def forced(self, path: Sequence[int]) -> int | None:
-        """The only token that may follow `path`, if there is one."""
+        """The only token that may follow `path`, or None."""
         place = tuple(path)
         if place not in self._forced and self._go_to(path):
             for token in self._matcher.compute_ff_tokens():
@@ -203,7 +204,7 @@ class _Ahead:
         return self._go_to(path) and self._matcher.validate_tokens([token]) == 1
 
     def _go_to(self, path: Sequence[int]) -> bool:
-        """Bring the matcher behind `path`. Returns False if the grammar doesn't lead there."""
+        """Move the matcher to the end of `path`. Returns False if the grammar doesn't lead there."""
         common = 0
         for taken, wanted in zip(self._path, path, strict=False):
             if taken != wanted:

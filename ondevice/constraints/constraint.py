@@ -1,4 +1,4 @@
-"""`Constraint`: what a text has to obey. It is data; `grammars.py` makes masks of it, with llguidance."""
+"""`Constraint`: what a text has to satisfy. Pure data; `grammars.py` makes masks of it with llguidance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.errors import ConstraintError, UsageError, json_fault
 
 Kind = Literal["json_schema", "regex", "lark"]
 KINDS: dict[str, str] = {"json_schema": "JSON schema", "regex": "pattern", "lark": "grammar"}
-"""What each kind is called in messages."""
+"""Names of the kinds in messages."""
 MAX_SOURCE_CHARS = 1 << 16
 """Most characters of a schema, pattern or grammar. With the stack that grammars are read on, it bounds how
 deep rules and references may lead."""
@@ -19,7 +19,7 @@ deep rules and references may lead."""
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text has to obey, from its first character to its last. Made by one of the class methods.
+    """What a text has to satisfy, from its first character to its last. Made by one of the class methods.
 
     kind: what `source` is: a JSON schema, a regular expression, or a grammar in llguidance's Lark format.
     most_digits: most digits of numbers in a grammar's text that is JSON between marks without quotes; 0: any
@@ -71,12 +71,13 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Text that a regular expression matches as a whole, in the syntax of Rust's `regex` crate."""
+        """A constraint to texts that a regular expression matches completely, in the syntax of Rust's `regex`
+        crate."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str, most_digits: int = 0) -> Constraint:
-        """Text of a grammar in llguidance's Lark format, whose rule `start` is the whole text.
+        """A constraint to texts of a grammar in llguidance's Lark format, with `start` as its first rule.
 
         A rule may hold a schema, as `json_rule` writes it, and special tokens by name, such as `<|call|>`.
         """

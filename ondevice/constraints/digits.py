@@ -24,11 +24,11 @@ MAX_EXPONENT_DIGITS = 3
 _NUMERIC = frozenset(b"0123456789.")
 _DIGITS = frozenset(b"0123456789")
 _NAMING = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
-"""Keywords that name numbers."""
+"""Keywords that contain numbers."""
 
 
 class NumberTokens:
-    """The tokens of a vocabulary that may make a number longer."""
+    """The tokens of a vocabulary that can make a number longer."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = token_bytes
@@ -54,19 +54,19 @@ _TEXT = _Place()
 
 
 class DigitBound:
-    """Follows one text that is JSON."""
+    """Bounds the digits in one text of JSON."""
 
     def __init__(self, tokens: NumberTokens, most_digits: int = DEFAULT_DIGITS) -> None:
         self._tokens, self._most = tokens, most_digits
         self._place = _TEXT
 
     def take(self, token: int) -> None:
-        """Follow a token, which has joined the text."""
+        """Follow a token that joined the text."""
         # A number that had to become longer than it may be is followed no further than that.
         self._place = self._behind(token, self._place, bounded=False) or _TEXT
 
     def bounded(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """(V,) the tokens of a mask without those that make a number too long; all if no others are left."""
+        """(V,) a mask without the tokens that make a number too long; unchanged if none would be left."""
         place, tokens = self._place, self._tokens
         if place.part in ("string", "escape") and tokens.longest <= self._most:
             return mask
@@ -82,7 +82,7 @@ class DigitBound:
         return narrowed if narrowed.any() else mask
 
     def _behind(self, token: int, place: _Place, bounded: bool = True) -> _Place | None:
-        """The place behind a token; None, if `bounded`, where a number would be too long."""
+        """The place after a token; None, if `bounded`, where a number would be too long."""
         reached: _Place | None = place
         for byte in self._tokens.token_bytes[token]:
             reached = self._next(byte, reached or _TEXT, bounded)
@@ -116,7 +116,7 @@ class DigitBound:
 
 
 def most_digits(schema: Any) -> int:
-    """Digits that a number of a schema's values may have: as the longest that it names, or DEFAULT_DIGITS."""
+    """Most digits of a number in a schema's values: as in the longest that it names, or DEFAULT_DIGITS."""
     counts = (
         _digits(it) for each in walked(schema) for key in _NAMING if key in each for it in _numbers(each[key])
     )
@@ -124,7 +124,7 @@ def most_digits(schema: Any) -> int:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers in a value."""
+    """All numbers in a value."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -13,13 +13,13 @@ from ondevice.constraints.subschemas import referred, walked, with_subschemas
 from ondevice.errors import ConstraintError
 
 MAX_VISITS = 300_000
-"""Most schemas that are looked at, one several times where references come together."""
+"""Most schemas examined, one several times where references meet."""
 _ENDLESS = ("object", "array")
-"""Types whose values hold others."""
+"""Types whose values contain others."""
 
 
 def without_endless(root: Any) -> Any:
-    """The schema, with `false` in the place of references that never end.
+    """The schema, with references that never end replaced by `false`.
 
     Raises ConstraintError, which names one, if the schema itself never ends because of them.
     """
@@ -47,14 +47,14 @@ def without_endless(root: Any) -> Any:
 
 
 class _Search:
-    """The references of a schema that end: the least set that agrees with itself."""
+    """The references of a schema that end: the least fixed point."""
 
     def __init__(self, root: Any, pointers: list[str]) -> None:
         self.ending: set[str] = set()
         self._root, self._pointers, self._visits = root, pointers, 0
 
     def run(self) -> None:
-        """Find `ending`. Raises ConstraintError if that takes too much."""
+        """Compute `ending`. Raises ConstraintError if that takes too long."""
         targets = {pointer: referred(pointer, self._root) for pointer in self._pointers}
         # What can't be followed here is for llguidance to refuse.
         self.ending = {pointer for pointer, target in targets.items() if target is None}
@@ -72,7 +72,7 @@ class _Search:
                 waiting += users[pointer]
 
     def ends(self, schema: Any) -> bool:
-        """Whether a value of the schema may be finite, as far as is known of references."""
+        """Whether a schema has a finite value, as far as its references are known to end."""
         self._visit()
         if not isinstance(schema, dict):
             return schema is not False

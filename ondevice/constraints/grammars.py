@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_KEPT = 4
-"""Grammars that are kept for the next text that asks for them."""
+"""Grammars kept for later texts under the same constraint."""
 GRAMMAR_BYTES = 7 << 20
-"""Most memory of a grammar that texts have walked through, with all states that its lexer may have."""
+"""Most memory of a grammar in use, with all states that its lexer may have."""
 STACK_BYTES = 256 << 20
 """Stack of the thread that reads grammars. llguidance recurses along rules and references, with about 10 KB
 for each; a constraint of MAX_SOURCE_CHARS has room for 6,000. Only what is used becomes memory."""
@@ -47,13 +47,14 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""llguidance's own limits, but for the states, which take up to 1.2 KB each, and the initial fuel.
+"""llguidance's limits, except for states, which take up to 1.2 KB each, and initial fuel.
 
 Half as many states did for random texts of 106 of others' schemas, with 151,643 tokens. With a fuel of
-1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused."""
+1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused.
+"""
 _NO_TEXT = "it allows no text in this model's tokens"
 _PLAIN_PREFIX = "\x02"
-"""What tokenizers don't merge with what follows. Behind it, a text gets no space that begins a text."""
+"""Text that tokenizers don't merge with what follows. After it, no space is added for a text's beginning."""
 _KEYWORDS = (
     (re.compile(r'Unimplemented keys: \["([^"]+)"'), None),
     (re.compile(r"oneOf constraints"), "oneOf"),
@@ -71,14 +72,14 @@ _KEYWORDS = (
     (re.compile(r"incompatible types"), "type"),
     (re.compile(r"Unsatisfiable|intersection"), "allOf"),
 )
-"""The keyword that a message of llguidance's is about."""
+"""Patterns of llguidance's messages, with the keyword that each is about."""
 _EMPTY = re.compile(r'"(enum|type|anyOf|oneOf)": \[\]')
-"""A list of choices without any, in a schema's JSON."""
+"""An empty list of choices, in a schema's JSON."""
 
 
 @dataclass(frozen=True)
 class GrammarVocabulary:
-    """A model's tokens.
+    """A model's tokens, as grammars need them.
 
     token_bytes: what each id adds to a text; empty for ids that add nothing. special: ids of special tokens
     by name. eos_ids: ids that end a text. encode: ids of a text, special tokens' names being plain text.
@@ -91,7 +92,7 @@ class GrammarVocabulary:
 
 
 def grammars_bytes(vocab_size: int, texts: int) -> int:
-    """Most memory that constraints take for a model.
+    """Most memory in bytes that a model's constraints take.
 
     Measured (`tests/benchmarks/explain/constraint_memory.py`): a token takes 123 to 136 bytes in llguidance's
     table, and some 45 as Python's bytes.
@@ -102,7 +103,7 @@ def grammars_bytes(vocab_size: int, texts: int) -> int:
 
 
 class Grammars:
-    """One model's constraints. Safe from any thread."""
+    """One model's constraints, as matchers. Safe from any thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         """Raises BackendUnavailableError without llguidance, OndeviceError if it can't use the vocabulary."""
@@ -112,7 +113,7 @@ class Grammars:
         self.vocab_size = len(vocabulary.token_bytes)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        """Fresh matchers, least recently used first."""
+        """Unused matchers by constraint, least recently used first."""
         self._numbers = NumberTokens(vocabulary.token_bytes)
         self._limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         with LibraryErrors(partial(_refusal, "the vocabulary")):
@@ -138,7 +139,7 @@ class Grammars:
                 self._kept.popitem(last=False)
             return grammar.deep_copy()
 
-    def own_matcher(self, constraint: Constraint) -> LLMatcher:
+    def unshared_matcher(self, constraint: Constraint) -> LLMatcher:
         """A matcher at the beginning of a text that shares nothing. Raises what `matcher` raises."""
         with self._lock:
             # What the limits have stopped once isn't kept for others.
@@ -146,7 +147,7 @@ class Grammars:
             return _on_deep_stack(lambda: self._read(constraint))
 
     def digit_bound(self, constraint: Constraint) -> DigitBound | None:
-        """What keeps the numbers of a text of JSON short; None for a constraint that bounds none."""
+        """A bound of the numbers in a text of JSON; None for a constraint without one."""
         is_schema = constraint.kind == "json_schema"
         most = most_digits(json.loads(constraint.source)) if is_schema else constraint.most_digits
         return DigitBound(self._numbers, most) if most else None
@@ -187,7 +188,7 @@ def require_package() -> None:
 
 
 class _Spelling:
-    """A vocabulary as llguidance's TokenizerWrapper asks for it."""
+    """A vocabulary in the form of llguidance's TokenizerWrapper."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.tokens = list(vocabulary.token_bytes)
@@ -203,7 +204,8 @@ class _Spelling:
         self._prefix = vocabulary.encode(_PLAIN_PREFIX)
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text inside another. The wrapper finds by a TypeError that bytes aren't taken."""
+        """Ids of a text inside another. Raises TypeError for bytes, by which the wrapper learns to pass
+        texts."""
         if not isinstance(text, str):
             raise TypeError("a str is needed")
         ids = self._encode(_PLAIN_PREFIX + text)
@@ -212,7 +214,7 @@ class _Spelling:
 
 
 def _refusal(what: str, message: str, source: str = "") -> ConstraintError:
-    """The error for what llguidance says of `source`, with the keyword at fault where there is one."""
+    """The error for llguidance's message about `source`, naming the keyword at fault if there is one."""
     message = message.partition("\n<state>")[0].strip()[:300]
     if message.startswith("NoExtensionBias"):
         message = _NO_TEXT
@@ -222,7 +224,7 @@ def _refusal(what: str, message: str, source: str = "") -> ConstraintError:
 
 
 def _keyword(message: str, source: str) -> str | None:
-    """The keyword that a message is about."""
+    """The keyword that a message is about, or None."""
     if message == _NO_TEXT:
         # Of schemas, only references that lead to themselves are read without another complaint.
         return "$ref" if '"$ref"' in source else None

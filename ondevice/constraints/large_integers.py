@@ -17,12 +17,12 @@ from ondevice.constraints.subschemas import referred
 from ondevice.errors import ConstraintError
 
 EXACT = 1 << 53
-"""Integers up to this size are doubles, all of them."""
+"""Largest magnitude up to which every integer is a double."""
 MAX_DIGITS = 100
 """Most digits of an integer that a schema names."""
 MAX_DEPTH = 40
 MAX_PARTS = 1000
-"""Most schemas on the way to large integers, those behind references as often as they are referred to."""
+"""Most schemas on the way to large integers; those behind references count each time."""
 MAX_ITEMS = 4096
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LISTED = ("const", "enum")
@@ -38,12 +38,12 @@ _ALL = (
     *("dependencies", "dependentSchemas", "unevaluatedProperties", "contains", "uniqueItems"),
     *("unevaluatedItems", *_KNOWN["object"], *_KNOWN["array"], *_BOUNDS),
 )
-"""Keywords that could be about a value, strings' own left out."""
+"""Keywords that could constrain a value, except strings' keywords."""
 _STRING = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
 def exact_rule(schema: Any, leaf: Callable[[Any], str]) -> str | None:
-    """A schema as part of a rule in llguidance's Lark format; None if it names no integer above 2^53.
+    """A rule for a schema, in llguidance's Lark format; None if it names no integer above 2^53.
 
     leaf: writes a schema without one. Raises ConstraintError for a keyword without a rule, and for bounds
     that no number meets.
@@ -53,13 +53,13 @@ def exact_rule(schema: Any, leaf: Callable[[Any], str]) -> str | None:
 
 
 class _RuleWriter:
-    """Writes rules for one schema."""
+    """Writes the rules for one schema."""
 
     def __init__(self, root: Any, leaf: Callable[[Any], str]) -> None:
         self._root, self._leaf = root, leaf
         self._written = 0
         self._large: set[int] = set()
-        """Schemas, by their identity, that lead to a large integer."""
+        """Schemas, by identity, that lead to a large integer."""
         users: dict[int, list[int]] = {}
         waiting, known = [root], set[int]()
         while waiting:
@@ -79,11 +79,11 @@ class _RuleWriter:
             waiting_users += more
 
     def is_large(self, schema: Any) -> bool:
-        """Whether a value of the schema may have a number that a large integer is named for."""
+        """Whether the schema's values may contain a number bounded or named by a large integer."""
         return id(schema) in self._large
 
     def value(self, schema: Any, depth: int) -> str:
-        """The rule's part for a schema's values."""
+        """The right-hand side of a rule for a schema's values."""
         if not self.is_large(schema):
             return self._plain(schema)
         self._written += 1
@@ -127,7 +127,7 @@ class _RuleWriter:
         return _either(parts)
 
     def _is_said_of(self, schema: dict[str, Any], keyword: str) -> bool:
-        """Whether a keyword of the schema has to do with large integers."""
+        """Whether a keyword of the schema concerns large integers."""
         value = schema.get(keyword)
         if keyword in _BOUNDS:
             return _has_large(value)
@@ -181,7 +181,7 @@ class _RuleWriter:
         return f'("[" ({body}){"" if least else "?"} "]")' if body else '("[" "]")'
 
     def _listed(self, schema: dict[str, Any]) -> str:
-        """The only values, of those types that the schema has."""
+        """The listed values of the types that the schema has."""
         _only(schema, ("type", *_LISTED, *_BOUNDS))
         values = [schema["const"]] if "const" in schema else schema["enum"]
         fits = [it for it in values if _is_of(it, schema)] if isinstance(values, list) else []
@@ -192,7 +192,7 @@ class _RuleWriter:
         return _either([*map(_literal, texts), *([self._plain({"enum": others})] if others else [])])
 
     def _plain(self, schema: Any) -> str:
-        """A schema without large integers, with the definitions of the whole."""
+        """A schema without large integers, with the definitions of the complete one."""
         if schema is False:
             raise _impossible("anyOf")
         if not isinstance(schema, dict) or not isinstance(self._root, dict):
@@ -201,7 +201,7 @@ class _RuleWriter:
         return self._leaf(defined | schema)
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
-        """The schemas that a schema's values, or parts of them, have to obey."""
+        """The schemas that a schema's values, or parts of them, have to satisfy."""
         parts = [schema.get(key) for key in ("items", "additionalProperties", "additionalItems")]
         parts += [it for key in ("allOf", "anyOf", "prefixItems", "items") for it in _list(schema.get(key))]
         for key in ("properties", "patternProperties"):
@@ -225,7 +225,7 @@ def _number(schema: Mapping[str, Any], integral: bool) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the largest integer within a schema's bounds; None where there is no bound.
+    """The smallest and the largest integer within a schema's bounds; None for no bound.
 
     Bounds that only a number of more than MAX_DIGITS digits exceeds are none.
     """
@@ -246,7 +246,7 @@ def _bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _integers(least: int | None, most: int | None) -> str:
-    """A pattern of the integers from `least` to `most`, None being no bound; empty if there are none."""
+    """A pattern of the integers from `least` to `most`, where None is no bound; empty if there are none."""
     if least is not None and most is not None and least > most:
         return ""
     patterns = []
@@ -293,7 +293,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _joined(parts: Sequence[tuple[str, bool]]) -> str:
-    """Members of an object, each with whether it must come, with commas between them."""
+    """The members of an object, each with whether it is required, separated by commas."""
     needed = next((at for at, (_, must) in enumerate(parts) if must), None)
     if needed is not None:
         before = " ".join(f'({pair} ", ")?' for pair, _ in parts[:needed])
@@ -342,7 +342,7 @@ def _is_of(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _has_large(value: Any) -> bool:
-    """Whether a value is, or has in it, a number above 2^53."""
+    """Whether a value is, or contains, a number above 2^53."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return abs(value) > EXACT
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

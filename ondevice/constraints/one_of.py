@@ -1,4 +1,4 @@
-"""Makes the branches of a `oneOf` exclude one another, so that it is an `anyOf`.
+"""Makes the branches of a `oneOf` exclude one another, so that it can become an `anyOf`.
 
 llguidance has no `oneOf`. A branch is narrowed until it provably shares no value with any other branch as
 that one was given: by types, by a property that tells them apart (`"kind": {"const": "circle"}`), or by a
@@ -15,15 +15,15 @@ from typing import Any
 from ondevice.constraints.subschemas import referred
 
 TYPES = frozenset(("null", "boolean", "object", "array", "string", "integer", "fraction"))
-"""JSON's types, apart from one another: numbers are integers or fractions."""
+"""JSON's types, disjoint: numbers are integers or fractions."""
 MAX_BRANCHES = 32
 MAX_DEPTH = 6
-"""Most references and properties inside one another that are looked into."""
+"""Deepest nesting of references and properties that is examined."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What holds of every value that a branch allows; other things may hold as well."""
+    """Facts that hold for every value that a branch allows; others may hold too."""
 
     types: frozenset[str] = TYPES
     values: tuple[Any, ...] | None = None
@@ -31,10 +31,10 @@ class _Facts:
     required: frozenset[str] = frozenset()
     properties: tuple[tuple[str, Any], ...] = ()
     closed: bool = False
-    """Whether objects have no properties but those."""
+    """Whether objects have no other properties."""
 
     def schema_of(self, name: str) -> Any:
-        """What is said of a property: False if it isn't allowed, True if nothing is said."""
+        """The schema of a property: False if it isn't allowed, True if nothing is known."""
         return dict(self.properties).get(name, not self.closed)
 
 
@@ -85,7 +85,7 @@ def _apart(facts: _Facts, other: _Facts, root: Any) -> _Facts | None:
 
 
 def _exclude(one: _Facts, other: _Facts, root: Any, depth: int) -> bool:
-    """Whether no value has the facts of both."""
+    """Whether no value satisfies the facts of both."""
     shared = one.types & other.types
     if not shared:
         return True
@@ -104,7 +104,7 @@ def _exclude(one: _Facts, other: _Facts, root: Any, depth: int) -> bool:
 
 
 def _facts(schema: Any, root: Any, depth: int) -> _Facts:
-    """What is known of a schema's values, references and `allOf` included.
+    """The facts of a schema's values, from references and `allOf` too.
 
     Of a reference nothing else is: before draft 2019-09, what stands beside it didn't count.
     """
@@ -143,7 +143,7 @@ def _facts_of_keywords(schema: dict[str, Any]) -> _Facts:
 
 
 def _both(one: _Facts, other: _Facts) -> _Facts:
-    """What is known of values that have the facts of both. Of a property that both name, one is enough."""
+    """The facts of values that satisfy both. For a property in both, one schema is enough."""
     return _Facts(
         one.types & other.types,
         other.values if one.values is None else one.values,
@@ -171,12 +171,12 @@ def _type_of(value: Any) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """JSON's equality, in which true isn't 1. Containers that Python calls equal count as equal."""
+    """Whether two values are equal in JSON, where true isn't 1. Containers compare as in Python."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def _narrowed(branch: Any, given: _Facts, narrowed: _Facts) -> Any:
-    """A branch with what narrowed it."""
+    """A branch with the keywords that narrow it."""
     more: dict[str, Any] = {}
     if narrowed.types != given.types:
         more["type"] = sorted({"fraction": "number"}.get(name, name) for name in narrowed.types)

@@ -30,15 +30,15 @@ SPELLING = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""How JSON is written, and that nothing of a schema is left out unsaid."""
+"""How JSON is written, and that no part of a schema is ignored silently."""
 MAX_DEPTH = 100
-"""Most schemas inside one another."""
+"""Deepest nesting of schemas."""
 MAX_DEPENDENCIES = 6
-"""Most properties of one object that others depend on: each doubles the cases."""
+"""Most properties of an object on which others depend: each doubles the cases."""
 
 
 def prepared(source: str) -> str:
-    """The JSON text of the schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
+    """The JSON text of the schema for llguidance, from a schema's JSON text. Raises ConstraintError."""
     return json.dumps(_prepared(source), allow_nan=False)
 
 
@@ -62,7 +62,7 @@ def _json_rule(schema: Any) -> str:
 
 
 def _prepared(source: str) -> dict[str, Any]:
-    """The schema that llguidance gets, of a schema's JSON text. Raises ConstraintError."""
+    """The schema for llguidance, from a schema's JSON text. Raises ConstraintError."""
     try:
         schema = json.loads(source)
         prepared = without_endless(_rewritten(schema, schema, 0))
@@ -91,7 +91,7 @@ def _drop_formats(schema: dict[str, Any], root: Any) -> None:
 
 
 def _always_or_never(schema: dict[str, Any], root: Any) -> None:
-    """Keywords whose schemas are `true` or `false`, and that llguidance hasn't."""
+    """Rewrite keywords whose schemas are `true` or `false`, which llguidance lacks."""
     for key, nothing in (("uniqueItems", False), ("unevaluatedItems", True), ("unevaluatedProperties", True)):
         if schema.get(key) in (nothing, {}):
             del schema[key]
@@ -113,12 +113,12 @@ def _always_or_never(schema: dict[str, Any], root: Any) -> None:
 
 
 def _truth(schema: Any) -> bool | None:
-    """Whether a schema allows everything or nothing; None for another."""
+    """True or False for a schema that allows everything or nothing; None for others."""
     return schema if isinstance(schema, bool) else True if schema == {} else None
 
 
 def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
-    """Draft 4 has bounds that say of another whether it is exclusive."""
+    """Rewrite Draft 4's boolean exclusive bounds."""
     for bound in ("minimum", "maximum"):
         name = f"exclusive{bound.capitalize()}"
         if isinstance(schema.get(name), bool) and schema.pop(name) and bound in schema:
@@ -126,7 +126,7 @@ def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
 
 
 def _dependencies(schema: dict[str, Any], root: Any) -> None:
-    """What depends on a property: either the property isn't there, or the rest holds."""
+    """Rewrite dependencies: either the property is absent, or the rest holds."""
     cases: list[Any] = []
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         given = schema.get(key)
@@ -145,7 +145,7 @@ def _dependencies(schema: dict[str, Any], root: Any) -> None:
 
 
 def _property_names(schema: dict[str, Any], root: Any) -> None:
-    """A pattern of all names. Where some names are listed as well, they are left to llguidance to refuse."""
+    """Rewrite a pattern of all property names. Listed names beside it are left for llguidance to refuse."""
     names = schema.get("propertyNames")
     if names is True or names == {}:
         del schema["propertyNames"]
@@ -161,7 +161,7 @@ def _property_names(schema: dict[str, Any], root: Any) -> None:
 
 
 def _one_of(schema: dict[str, Any], root: Any) -> None:
-    """`oneOf` as `anyOf`, of branches that exclude one another."""
+    """Rewrite `oneOf` as `anyOf` of branches that exclude one another."""
     branches = schema.get("oneOf")
     if not isinstance(branches, list):
         return
@@ -176,7 +176,7 @@ def _one_of(schema: dict[str, Any], root: Any) -> None:
 
 
 def _add_parts(schema: dict[str, Any], parts: list[Any]) -> None:
-    """Let the schema's values satisfy `parts` as well."""
+    """Require the schema's values to satisfy `parts` as well."""
     if parts:
         schema["allOf"] = [*schema.get("allOf", []), *parts]
 

@@ -1,4 +1,4 @@
-"""Where schemas stand in a JSON schema, and its references."""
+"""Finds the schemas inside a JSON schema, and follows its references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SINGLE = (*SINGLE, "then", "unevaluatedItems", "unevaluatedProperties")
 
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy of a schema in which each schema that it consists of is changed."""
+    """A copy of a schema with `change` applied to each direct subschema."""
     copy = dict(schema)
     for key in _SINGLE:
         if isinstance(copy.get(key), dict | bool):
@@ -36,7 +36,7 @@ def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dic
 
 
 def walked(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas in it, but for those that are bools. References aren't followed."""
+    """A schema and all schemas in it, except booleans. References aren't followed."""
     if isinstance(schema, dict):
         yield schema
         inner: list[Any] = []
@@ -46,7 +46,7 @@ def walked(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def referred(pointer: Any, root: Any) -> Any:
-    """The schema that a reference within the document leads to; None if there is none."""
+    """The schema that a reference within the document names; None if there is none."""
     # Anchors and other documents aren't looked into.
     if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")) or "%" in pointer:
         return None

@@ -1,4 +1,5 @@
-"""The control channel: small JSON objects, one a line, between supervisors, and between one and its engine.
+"""The control channel: small JSON objects, one a line, between supervisors, and between a supervisor and its
+engine.
 
 Both ends say `beat` once a second. What arrives is hostile: lines, fields and what waits to be sent are
 limited, and whatever breaks a rule closes the connection.
@@ -25,12 +26,12 @@ MAX_MESSAGE_CHARS = 4000
 """Most characters of an error's message."""
 MAX_TEXT = 200
 MAX_WAITING_BYTES = 1 << 16
-"""Most bytes that wait to be sent. Beats alone take an hour to get there."""
+"""Most bytes queued for sending. Beats alone take an hour to fill it."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says first. port: where its part of the ring can listen; 0 if the ring is known already."""
+    """A rank's first message. port: where its part of the ring can listen; 0 if the ring is known already."""
 
     rank: int
     size: int
@@ -44,7 +45,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class Go:
-    """Rank 0's answer once every rank is there. dram_budget: of this rank; "" for what holds there."""
+    """Rank 0's answer once every rank is there. dram_budget: of the receiving rank; "" for its machine's
+    default."""
 
     ring: tuple[tuple[str, ...], ...]
     dram_budget: str
@@ -55,7 +57,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ends the run. code: the exit code. broken: a neighbour's end may be the cause of it."""
+    """An error that ends the run. code: the exit code. broken: whether a neighbour's end may be the cause."""
 
     rank: int
     code: int
@@ -92,7 +94,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Join:
-    """Every rank's engine is: all join now."""
+    """Every rank's engine is ready: all join the ring now."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "join"}
@@ -100,7 +102,7 @@ class Join:
 
 Message = Hello | Go | Failure | End | Beat | Ready | Join
 _SIMPLE: dict[str, Message] = {"end": End(), "beat": Beat(), "ready": Ready(), "join": Join()}
-"""Messages that say nothing but their type."""
+"""Messages that consist of their type."""
 
 
 def parse(line: bytes) -> Message:
@@ -155,14 +157,14 @@ class Link:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send as much as the connection takes now; `flush` sends the rest."""
+        """Send as much as the connection accepts now; `flush` sends the rest."""
         self._waiting += json.dumps(message.to_dict()).encode("ascii") + b"\n"
         if len(self._waiting) > MAX_WAITING_BYTES:
             self.closed = True
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waits. True: nothing does any more."""
+        """Send what is queued. Returns True if nothing is left."""
         try:
             while self._waiting and not self.closed:
                 self._waiting = self._waiting[self.socket.send(self._waiting) :]

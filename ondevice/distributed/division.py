@@ -41,7 +41,7 @@ taken: prompts are pipelined, and go as fast as that rank."""
 
 @dataclass(frozen=True)
 class RankResources:
-    """What one machine can do.
+    """The resources of one machine.
 
     Args:
         name: of the machine, for people.
@@ -60,13 +60,13 @@ class RankResources:
     layers: tuple[int, int] | None = None
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether its bundle has the layers `first` to `stop` - 1."""
+        """Whether its bundle has layers `first` to `stop` - 1."""
         return self.layers is None or self.layers[0] <= first < stop <= self.layers[1]
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's layers, `first` to `stop` - 1, their plan, and what a token takes there."""
+    """A rank's layers, `first` to `stop` - 1, their plan, and a token's cost there."""
 
     name: str
     first: int
@@ -90,14 +90,14 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Division:
-    """Each rank's layers. hop_seconds: from one rank to the next."""
+    """The layers of each rank. hop_seconds: time from one rank to the next."""
 
     shares: tuple[RankShare, ...]
     hop_seconds: float
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """First layer and the one behind the last, of every rank."""
+        """First and one-past-last layer of every rank."""
         return tuple((share.first, share.stop) for share in self.shares)
 
     @property
@@ -170,7 +170,7 @@ def divide(
 
 
 def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> str:
-    """An error's text about slices that don't make a model of `num_layers` layers, one behind the other."""
+    """An error's text for slices that don't form a model of `num_layers` consecutive layers."""
     owned = ((it.name, it.layers or (0, num_layers)) for it in ranks)
     have = ", ".join(f"{rank} has {layer_words(first, stop)}" for rank, (first, stop) in owned)
     return (
@@ -180,7 +180,7 @@ def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> s
 
 
 def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
-    """An error about the division that lacks least memory."""
+    """The BudgetError for the division that lacks least memory."""
     short = [it for it in shares if not it.plan.suffices]
     lines = (
         f"{it.name} has {_size(it.plan.budget_bytes)} of the {_size(it.plan.minimum_budget_bytes)} for "
@@ -195,7 +195,7 @@ def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
 
 
 def fastest(seconds: NDArray[np.float64]) -> list[int] | None:
-    """Indices of the bounds between which the ranks' ranges lie; None if no division is possible.
+    """Indices of the bounds of the ranks' ranges in the best division; None if none is possible.
 
     The sum of the ranks' seconds is within `TOLERANCE` of the least; of such divisions, it has the least
     maximum.
@@ -218,7 +218,7 @@ def fastest(seconds: NDArray[np.float64]) -> list[int] | None:
 
 
 def least_sum(costs: NDArray[np.float64]) -> tuple[float, list[int]]:
-    """The least sum of every rank's costs, and the indices of the bounds of its ranges, which adjoin.
+    """The smallest sum of all ranks' costs, and the indices of the bounds of their consecutive ranges.
 
     costs: (R, B, B) of rank r between bounds i and j, infinite where j isn't behind i.
     """
@@ -240,7 +240,7 @@ def _size(nbytes: int) -> str:
 
 
 def rank_bundle(bundle: Bundle, runtime: RuntimeConfig, first: int, stop: int) -> Bundle:
-    """The slice that a rank with the layers `first` to `stop` - 1 runs.
+    """The slice that a rank with layers `first` to `stop` - 1 runs.
 
     bundle: whole, or a slice that has these layers. runtime: as in `divide`. The rank where streams enter has
     the output head too where drafts are pruned. Raises what `Bundle.slice` raises.
@@ -258,7 +258,7 @@ def rank_bundle(bundle: Bundle, runtime: RuntimeConfig, first: int, stop: int) -
 
 
 class _Ranges:
-    """Plans of ranges of layers. Those of equal layers are made once."""
+    """Plans of ranges of layers, one for each different range."""
 
     def __init__(self, bundle: Bundle, runtime: RuntimeConfig, draft_model_bytes: int) -> None:
         config = bundle.config
@@ -298,7 +298,7 @@ class _Ranges:
         return RankShare(resources.name, first, stop, plan, of_token, seconds)
 
     def _planned(self, first: int, stop: int, embeds: bool) -> tuple[ModelConfig, Plan]:
-        """A part's config and its plan, without a budget and without the memory of a process."""
+        """A range's config and plan, without a budget and without the process's memory."""
         bundle, layer_slice = self._bundle, slice(first, stop)
         streams = bundle.streams and part_streams(bundle.streams, layer_slice)
         predictors = bundle.predictors and part_predictors(bundle.predictors, layer_slice)
@@ -318,5 +318,5 @@ class _Ranges:
         return self._plans[key]
 
     def _prunes(self, streams: MultiStreams | None) -> bool:
-        """Whether a rank with these streams prunes drafts, for which it has the head."""
+        """Whether a rank with these streams prunes drafts, and so needs the head."""
         return streams is not None and streams.begins and self._runtime.draft_pruning > 0

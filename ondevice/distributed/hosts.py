@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 16
 MAX_TEXT = 256
 """Most characters of a text in a host file."""
 _SSH = re.compile(r"(?!-)[\w.@:%\[\]-]{1,256}", re.ASCII)
-"""What `ssh` may be given as a destination. With a hyphen in front it would be an option."""
+"""Pattern of `ssh` destinations. One that begins with a hyphen would be an option."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w{0,63}=[ -~]{0,1024}", re.ASCII)
 RING = "ring"
 """MLX's distributed backend over TCP."""
@@ -35,7 +35,7 @@ RING = "ring"
 
 @dataclass(frozen=True)
 class HostEntry:
-    """One machine.
+    """One machine of a host file.
 
     `ssh` is the name by which ssh reaches it, `ips` are its addresses for activations, the first of them for
     control too. `dram_budget` is a size as `--dram-budget` takes it, or None for what holds there.
@@ -60,7 +60,7 @@ def read_hosts(path: str | Path) -> tuple[HostEntry, ...]:
 
 
 def read_host_file(path: str | Path) -> HostFile:
-    """A whole host file. Raises UsageError, which names the file and what is wrong."""
+    """A complete host file. Raises UsageError, which names the file and what is wrong."""
     path = Path(path).expanduser()
     where = f"the host file {path}"
     if not path.is_file():
@@ -76,7 +76,7 @@ def read_host_file(path: str | Path) -> HostFile:
 
 @contextmanager
 def named_budget(budget: str) -> Iterator[None]:
-    """A context whose BudgetErrors say that a rank's budget is the host file's. budget: "" where it isn't."""
+    """A context whose BudgetErrors say that the budget comes from the host file. budget: "" if it doesn't."""
     try:
         yield
     except BudgetError as error:

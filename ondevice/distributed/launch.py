@@ -23,15 +23,15 @@ from ondevice.distributed.supervisor import supervise
 from ondevice.errors import BackendUnavailableError, BundleError, UsageError
 
 END_SECONDS = 3.0
-"""How long the launcher has to end by itself."""
+"""Seconds that the launcher has to end by itself."""
 _SHOWN_CHARS = 400
 _STYLE = re.compile(r"\x1b\[[\d;]*m")
-"""A terminal's colour, of which mlx.launch makes use."""
+"""Terminal colour codes, which mlx.launch prints."""
 _MAX_ARGUMENTS, _MAX_CHARS = 64, 1 << 16
 
 
 def start_ranks(path: str, arguments: Sequence[str]) -> None:
-    """Check a host file, and have this command start again as the supervisor of rank 0.
+    """Check a host file, and prepare this command to start again as rank 0's supervisor.
 
     arguments: of `ondevice` on the other ranks. The caller raises StartAgainError. Raises UsageError and
     BackendUnavailableError.
@@ -42,7 +42,7 @@ def start_ranks(path: str, arguments: Sequence[str]) -> None:
 
 
 def launch(text: str) -> int:
-    """Start the ranks of a host file, supervise rank 0 until all have ended, and return the exit code.
+    """Start the ranks of a host file, supervise rank 0 until all end, and return the exit code.
 
     text: as `start_ranks` puts it into the environment.
     """
@@ -124,7 +124,7 @@ class MlxLauncher:
         )
 
     def _said(self) -> str:
-        """The end of what the launcher and the ranks have said."""
+        """The last output of the launcher and the ranks."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _SHOWN_CHARS))
         said = _STYLE.sub("", self._output.read().decode(errors="replace")).strip()

@@ -1,4 +1,4 @@
-"""Runs a range of a model's layers for rank 0, on every other rank: the states there are its own part.
+"""Runs a range of a model's layers for rank 0, on every other rank, with that range's part of all states.
 
 It takes a pass from the rank before, runs its layers, and hands it to the next; the last rank hands the
 result to rank 0. Before a pass it repeats what changed states on rank 0 meanwhile. Any error ends it: what
@@ -31,13 +31,13 @@ MAX_SEQUENCES = 1 << 16
 
 
 def state_layout(resolved: ResolvedModel) -> KVLayout:
-    """How a part's states lie."""
+    """The layout of a part's states."""
     runtime = resolved.runtime
     return KVLayout(resolved.bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
 
 
 def state_room(resolved: ResolvedModel) -> StateRoom:
-    """What a rank with this part of a model has room for, by its plan."""
+    """The room that a rank with this part of a model has for states, by its plan."""
     plan = resolved.plan
     return StateRoom.of(state_layout(resolved), plan.kv_limit_bytes, resolved.widths, plan.offloads_weights)
 
@@ -83,7 +83,7 @@ class LayerServer:
         self._stats = stats
         self._states: dict[int, SequenceState] = {}
         self._last = ForwardBatch(())
-        """The batch of the last pass whose draft may be accepted."""
+        """The batch of the last pass, whose draft may be accepted."""
 
     @property
     def sequences(self) -> int:
@@ -125,7 +125,7 @@ class LayerServer:
                 transport.send(*pack(Message("result", result=replace(state, inputs=None))))
 
     def _run(self, passed: PassMessage) -> tuple[PassState, bool]:
-        """The state behind this rank's layers, and whether rank 0 waits for it."""
+        """The state after this rank's layers, and whether rank 0 waits for it."""
         transformer, batch = self._transformer, passed.batch
         parts = tuple(
             SequencePart(part.batch, self._at(part.sequence, part.position)) for part in passed.parts
@@ -184,7 +184,7 @@ class LayerServer:
         return streams is None or streams.first_layer >= self._transformer.config.num_layers
 
     def _at(self, number: int, position: int) -> SequenceState:
-        """The state of a sequence, which has to hold `position` tokens."""
+        """The state of a sequence, which must hold `position` tokens. Raises RankError."""
         kv = self._state(number)
         if kv.length != position:
             raise RankError(
@@ -200,7 +200,7 @@ class LayerServer:
         return self._states[number]
 
     def _let_go(self, number: int) -> None:
-        """Free the state of a sequence that has no tokens any more, or that a copy replaces."""
+        """Free the state of a sequence that has no more tokens, or is replaced by a copy."""
         kv = self._states.pop(number, None)
         if kv is not None:
             kv.truncate(0)

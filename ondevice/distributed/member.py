@@ -1,4 +1,4 @@
-"""The engine's side of its supervisor: signs of life both ways, and errors on their way to other ranks."""
+"""The engine's side of its supervisor: heartbeats both ways, and errors to be told to other ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ondevice.distributed.supervisor import say
 from ondevice.errors import RankError
 
 HEAD_START_SECONDS = 0.2
-"""How much later the rank comes to MLX's ring that connects to another first."""
+"""Delay with which the rank that connects first joins MLX's ring."""
 
 
 class Member:
-    """This process as the engine of a rank. A thread keeps the supervisor informed, and ends with it."""
+    """This process as a rank's engine. A thread keeps in touch with the supervisor, and ends with it."""
 
     def __init__(self, place: EnginePlace) -> None:
         self.place = place
@@ -32,7 +32,7 @@ class Member:
         threading.Thread(target=self._live, name="ondevice-member", daemon=True).start()
 
     def report(self, code: int, message: str, broken: bool) -> bool:
-        """Tell the supervisor of an error, which says it on every rank. False: it can't be told.
+        """Tell the supervisor of an error, which it reports on every rank. Returns False if it can't be told.
 
         code: the exit code. broken: a neighbour's end may be the cause. The supervisor then ends this
         process, once it knows better.
@@ -48,7 +48,7 @@ class Member:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """A context for joining MLX's ring on the main thread, which begins when every rank is there.
+        """A context for joining MLX's ring on the main thread, entered when every rank is there.
 
         MLX waits for its neighbours without letting another thread run, so that a timer of the system ends
         the process if one never comes.

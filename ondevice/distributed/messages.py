@@ -1,4 +1,4 @@
-"""What ranks tell each other: a pass between two layers, its result, and changes of sequences' states.
+"""Messages between ranks: a pass between two layers, its result, and changes of sequences' states.
 
 A message is a small JSON header, parsed strictly, and arrays whose bits are kept. All that comes from another
 machine is hostile: sizes are compared with the model before anything is used. Legend as in
@@ -26,7 +26,7 @@ from ondevice.model_config import ModelConfig
 from ondevice.stats import HopStats, RankStats
 
 MAX_CHANGES = 1024
-"""Most changes of a message; before there are more, they go in one of their own."""
+"""Most changes of a message; before there are more, they are sent in a message of their own."""
 MAX_PARTS = 256
 """Most sequences of a pass."""
 MAX_ROWS = 1 << 16
@@ -86,7 +86,7 @@ class Message:
     passed: PassMessage | None = None
     result: PassState | None = None
     stats: tuple[RankStats, ...] = ()
-    """What ranks have taken so far, in a message of that kind: each rank adds its own."""
+    """What ranks have counted so far, in a `stats` message: each rank adds its entry."""
 
 
 Array = NDArray[Any]
@@ -152,7 +152,7 @@ def _state_header(state: PassState, arrays: list[Array]) -> dict[str, Any]:
 def unpack(
     header: bytes, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool = False
 ) -> Message:
-    """The message of a header and arrays. Raises RankError for anything that this model's can't be.
+    """The message of a header and arrays. Raises RankError unless it fits this model.
 
     config: of the receiver's layers. streams: of a token; 0 without any. entered: whether an earlier rank has
     the layer that streams enter.
@@ -250,7 +250,7 @@ class _MessageReader:
         return message
 
     def _check_state(self, message: PassMessage) -> None:
-        """Raises BundleError unless the state has the rows of the pass."""
+        """Raises BundleError unless the state has the rows of its pass."""
         batch, state = message.batch, message.state
         rows = kept = tokens = len(batch.tokens)
         alone = len(message.parts) == 1
@@ -277,7 +277,8 @@ class _MessageReader:
             raise BundleError(f"per-layer inputs are {state.inputs.shape}; they must be of {tokens} tokens")
 
     def _check_results(self, message: PassMessage, kept: int) -> None:
-        """Raises BundleError unless earlier ranks have added what rank 0 wants of them. kept: tokens left."""
+        """Raises BundleError unless earlier ranks added what rank 0 wants of them. kept: number of tokens
+        left."""
         state, first = message.state, self._config.part.first
         taps = sum(tap < first for tap in message.taps)
         if [len(it) for it in state.tapped] != [kept] * taps:

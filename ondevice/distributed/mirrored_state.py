@@ -1,4 +1,4 @@
-"""States of sequences of which other ranks have parts, and the log of what changes them.
+"""Sequence states of which other ranks hold parts, and the log of changes to them.
 
 Nothing of it takes a trip of its own: changes go out with the next pass, in the order in which they came.
 """
@@ -16,7 +16,7 @@ from ondevice.model.sequence_state import SequenceState
 
 
 class ChangeLog:
-    """Changes that the other ranks have yet to make, and the numbers of the sequences.
+    """Changes that other ranks have yet to make, and the numbers of sequences.
 
     flush: called when there are as many as a message holds; it takes them.
     """
@@ -38,13 +38,13 @@ class ChangeLog:
             self._flush()
 
     def take(self) -> tuple[Change, ...]:
-        """All changes, which then count as made."""
+        """All changes, which are then considered made."""
         changes, self._changes = tuple(self._changes), []
         return changes
 
 
 class MirroredState(SequenceState):
-    """A state whose shortening and copying are logged. Passes say themselves what they add."""
+    """A state whose truncation and copying are logged. Passes themselves say what they add."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks: read from the environment that started it.
+"""A process's place among the ranks, read from the environment that started it.
 
 Imports little, because supervisors stay small.
 """
@@ -14,17 +14,17 @@ from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.errors import BundleError, RankError, UsageError
 
 CHILD, CONTROL, FRONT = "ONDEVICE_CHILD", "ONDEVICE_CONTROL", "ONDEVICE_FRONT"
-"""Variables that processes of `ondevice` set for each other: for an engine under a supervisor, for the
-supervisor of a launched rank, and for the supervisor that launches the others."""
+"""Variables that processes of `ondevice` set for each other: for a supervised engine, for the supervisor of a
+launched rank, and for the supervisor that launches the others."""
 MAX_RANKS = 64
 MAX_PORT = 65535
 COMMANDS = ("chat", "generate", "serve", "bench")
 """Commands that several ranks run together."""
 _MAX_TEXT = 64
 _SIZES = {"MLX_RANK": "MLX_WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
-"""Variables that number the ranks of mlx.launch's other backends, and those that count them."""
+"""Variables with the rank and the number of ranks under mlx.launch's other backends."""
 VARIABLES = {CHILD, CONTROL, FRONT, *_SIZES}
-"""Variables of which a process among several ranks has one."""
+"""Variables of which every process among several ranks has one."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """A rank as its engine knows it.
+    """A rank as its engine sees it.
 
     fd: of the connection to its supervisor. dram_budget: what the host file says, "" for nothing.
     beside_bytes: memory of its supervisor, and of what started the other ranks.
@@ -53,12 +53,12 @@ class EnginePlace:
     beside_bytes: int = 0
 
     def to_text(self) -> str:
-        """For the environment."""
+        """The place as a value for the environment."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> EnginePlace:
-        """Raises UsageError for a text that `to_text` didn't make."""
+        """The place from `to_text`'s value. Raises UsageError for any other."""
         try:
             section = Section(parse_json(text.encode(), CHILD), CHILD)
             budget = section.get("dram_budget") and section.text("dram_budget", _MAX_TEXT)
@@ -75,7 +75,7 @@ def control_text(control: tuple[str, int], size: int, token: str) -> str:
 
 
 def find_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """The place of a process that `--hosts` or mlx.launch with its ring has started; None for one alone.
+    """The place of a process that `--hosts` or mlx.launch with its ring started; None for a single one.
 
     Raises UsageError for an environment that contradicts itself, and for ranks without a ring: each would run
     the whole model by itself.

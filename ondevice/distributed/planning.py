@@ -24,8 +24,8 @@ from ondevice.runtime.resolving import ResolvedModel, resolve
 from ondevice.units import parse_budget
 
 HOP_SECONDS = 0.0003
-"""Seconds from one rank to the next that are planned with: a row of 4,096 values in
-`tests.benchmarks.explain.ring_hops` on one machine. A network adds its own."""
+"""Seconds from one rank to the next that plans assume: a row of 4,096 values in
+`tests.benchmarks.explain.ring_hops` on one machine. A network adds its latency."""
 
 RING_BYTES = 49_000_000
 """Memory that MLX and its ring take in a rank's process, which has neither here. Measured with MLX 0.32 on
@@ -38,7 +38,7 @@ SUPERVISOR_BYTES, LAUNCHER_BYTES = 25_000_000, 27_000_000
 
 @dataclass(frozen=True)
 class PlannedDivision:
-    """A division, and where its figures come from.
+    """A division, and the source of its figures.
 
     runtime: the options that it was made for. here: what was measured of this machine, rank 0.
     """
@@ -137,7 +137,7 @@ def settled_for(bundle: Bundle, runtime: RuntimeConfig, count: int, more_bytes: 
 
 
 def _notes(hosts: Sequence[HostEntry], budgets: Sequence[str]) -> tuple[str, ...]:
-    """What the figures rest on."""
+    """Notes on what the figures rest on."""
     if len(hosts) == 1:
         return ()
     notes = [

@@ -1,4 +1,4 @@
-"""Rank 0's side of the layers that other ranks run: sends passes round the ring, and takes their results.
+"""Rank 0's side of the layers on other ranks: sends passes around the ring, and receives their results.
 
 A pass of which nothing is wanted, as of a prompt's chunks but the last, isn't waited for: the next rank
 computes it while this one goes on.
@@ -29,13 +29,13 @@ from ondevice.model_config import ModelConfig
 from ondevice.stats import RankStats
 
 PIPELINED_ROWS = 128
-"""Tokens of a prompt's pass where one rank computes it while the rank before computes the next. With 256,
-a rank is idle for longer at both ends of a prompt; with 64, narrower passes lose as much as that wins."""
+"""Tokens of a prompt's pass when ranks compute consecutive passes at once. With 256 a rank idles longer at
+both ends of a prompt; with 64, narrower passes lose as much as that gains."""
 
 
 @dataclass(frozen=True)
 class StateRoom:
-    """What another rank has room for.
+    """Another rank's room for states.
 
     Its part of states takes block_bytes for a block, state_bytes for recurrent layers' states and ahead_bytes
     for the inputs of tokens that run ahead of them, of limit_bytes. chain_rows, tree_rows: its `RowWidths`.
@@ -51,7 +51,7 @@ class StateRoom:
     offloads: int = 0
 
     def part_bytes(self, layout: KVLayout, nbytes: int) -> int:
-        """Bytes there of a block or buffer that takes nbytes on rank 0, whose layout it is.
+        """Bytes on that rank of a block or buffer that takes nbytes on rank 0, which has this layout.
 
         Sizes tell the kinds apart. Should two kinds have one, the larger there counts.
         """
@@ -78,11 +78,12 @@ class RemoteLayers:
         self._rooms = rooms
         self._log = ChangeLog(self._flush)
         self._held = Counter[int]()
-        """How many blocks and buffers of states exist here, by their bytes here. Other ranks have as many."""
+        """Number of blocks and buffers of states here, by their bytes. Other ranks have as many."""
         self._streams = 0
         self._ended = False
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """Called once, with what ends the run here: a server would answer on, each time with an error."""
+        """Called once with the error that ends the run. Without it a server would go on answering, each time
+        with an error."""
 
     def run(self, forward: ForwardPass, state: PassState, backend: Backend, streams: int) -> PassState | None:
         self._streams = streams
@@ -105,9 +106,8 @@ class RemoteLayers:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """A context for messages. What was sent can't be taken back: if anything fails, states differ from
-        here on, so that no pass may follow.
-        """
+        """A context for messages. What was sent can't be taken back, so after a failure no pass may
+        follow."""
         self._ended = True
         try:
             yield
@@ -149,7 +149,7 @@ class RemoteLayers:
         return ""
 
     def require_context(self, layout: KVLayout, n_tokens: int) -> None:
-        """Raises BudgetError for a rank without room for the states of one text of n_tokens."""
+        """Raises BudgetError unless every rank has room for the states of one text of n_tokens."""
         blocks, states = layout.blocks(n_tokens), layout.states.buffers(n_tokens)
         for rank, room in enumerate(self._rooms, 1):
             needed = blocks * room.block_bytes + states * room.state_bytes + room.ahead_bytes * layout.drafts

@@ -1,4 +1,4 @@
-"""What this machine can do with a model: measured on one of its layers and on the disk that holds it."""
+"""Measures what this machine can do with a model, on one of its layers and on the disk that holds it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ondevice.sparsity.fetch import DEFAULT_FETCH
 from ondevice.units import memory_rooms, parse_budget, trim_heap
 
 WARM_UP_PASSES = 3
-"""Passes that aren't timed: they read the layer, and let libraries load."""
+"""Passes that aren't timed: they read the layer and let libraries load."""
 TIMED_PASSES = 20
 MAX_SECONDS = 0.5
-"""Seconds after which no timed pass begins."""
+"""Seconds after which no more timed pass begins."""
 
 
 def measured_resources(bundle: Bundle, runtime: RuntimeConfig, name: str) -> RankResources:
-    """What this machine can do for a model under these options, `runtime.dram_budget` among them.
+    """This machine's resources for a model under these options, including `runtime.dram_budget`.
 
     bundle: whole, or a slice; a layer of it is loaded, and its memory given back. runtime: settled but for
     the budget. Takes about a second, more where the disk hasn't been measured yet. Raises what loading
@@ -52,17 +52,17 @@ def measured_resources(bundle: Bundle, runtime: RuntimeConfig, name: str) -> Ran
 
 
 def usable_bytes() -> int:
-    """The budget that `auto` means on this machine for a model that is larger."""
+    """The budget in bytes that `auto` means on this machine for a larger model."""
     return allowance(held_bytes(), memory_rooms()).usable_bytes
 
 
 def device_costs_of(bundle: Bundle) -> CostModel:
-    """Costs of reads of the disk that holds the bundle's neurons."""
+    """The read costs of the disk that holds the bundle's neurons."""
     return device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
 
 
 def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, process_bytes: int) -> float:
-    """Bytes of weights that this machine multiplies by one token in a second, all of them in memory.
+    """Bytes of weights a second that this machine multiplies by one token, with all of them in memory.
 
     Measured in mode `dense`, or `experts`, on the fewest layers that can be cut out of the model's middle.
 
@@ -97,7 +97,7 @@ def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, proc
 
 
 def _middle(bundle: Bundle) -> Bundle:
-    """The fewest layers that can be cut out of the model, near its middle, with experts if it has some."""
+    """The smallest slice near the model's middle, with experts if the model has any."""
     config, first = bundle.config, bundle.config.part.first
     bounds = (first, *cut_places(config), first + config.num_layers)
     middle = first + config.num_layers / 2
@@ -111,7 +111,7 @@ def _middle(bundle: Bundle) -> Bundle:
 
 
 def _pass_seconds(model: Transformer, kv: SequenceState) -> float:
-    """Seconds of the quickest pass of one token through all layers; something disturbed the others."""
+    """Seconds of the fastest pass of one token through all layers; slower ones were disturbed."""
     config, backend = model.config, model.backend
     x = np.random.default_rng(1).standard_normal(config.hidden_size).astype(np.float32)
     row = np.ones(config.per_layer_width, np.float32)

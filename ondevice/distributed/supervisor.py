@@ -1,4 +1,4 @@
-"""A rank's supervisor: the parent of its engine, and its end of the control channel.
+"""A rank's supervisor: its engine's parent process, and the rank's end of the control channel.
 
 Rank 0's supervisor stands in the middle. Every supervisor ends its engine, says why and exits as soon as any
 rank dies, stalls, differs or fails. It imports little, because it stays beside the engine.
@@ -38,29 +38,30 @@ from ondevice.distributed.place import CHILD, EnginePlace, RankPlace
 from ondevice.errors import OndeviceError, RankError
 
 JOIN_SECONDS = 25.0
-"""How long ranks wait for each other in the beginning."""
+"""Seconds that ranks wait for each other at the start."""
 CAUSE_SECONDS = 2.0
-"""How long an engine's broken connection waits for another rank to say what broke it."""
+"""Seconds that an engine's broken connection waits for another rank to report the cause."""
 FLUSH_SECONDS = 2.0
 ENGINE_STOP_SECONDS = 6.0
-"""How long rank 0's engine has after SIGTERM: a second more than `serve` gives to requests under way."""
+"""Seconds that rank 0's engine has after SIGTERM: one more than `serve` gives to requests under way."""
 MAX_STRANGERS = 64
-"""Most connections that haven't said what they are. The oldest makes room for the next."""
+"""Most connections that haven't identified themselves. The oldest makes room for the next."""
 STRANGER_SECONDS = 5.0
-"""How long one has, whatever it sends."""
+"""Seconds that such a connection has, whatever it sends."""
 _ENGINE = "its engine "
-"""How failures begin of which the engine itself has said nothing."""
+"""Beginnings of failures that the engine itself didn't report."""
 _TICK_SECONDS = 0.2
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Launcher(Protocol):
-    """What started the other ranks, if this supervisor did. `pid` is its process, which stays to the end."""
+    """The starter of the other ranks, if this supervisor started them. `pid`: its process, which stays to the
+    end."""
 
     pid: int
 
     def failure(self) -> str | None:
-        """Why the others can't come any more; None if they can."""
+        """Why the other ranks can no longer come; None if they can."""
 
     def joined(self) -> None:
         """Called once all ranks are there."""
@@ -72,7 +73,7 @@ class Launcher(Protocol):
         """The address at which a rank's neighbours reach it."""
 
     def end(self) -> str:
-        """End what was started, if it doesn't end by itself, and return the last that it has written."""
+        """End what was started, unless it ends by itself, and return its last output."""
 
 
 class EndedError(Exception):
@@ -107,7 +108,8 @@ def supervise(
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in RAM; 0 if the system doesn't tell. `ondevice.units` would add a MB."""
+    """Resident memory of a process in bytes; 0 if the system doesn't tell. `ondevice.units` would add a
+    MB."""
     try:
         if sys.platform == "linux":
             with open(f"/proc/{pid}/status") as file:
@@ -120,25 +122,26 @@ def resident_bytes(pid: int) -> int:
 
 
 def say(message: str) -> None:
-    """A line on stderr, whatever it holds."""
+    """Print a line to stderr, whatever it contains."""
     shown = "".join(each if each.isprintable() or each == "\n" else "?" for each in message)
     with suppress(OSError):
         os.write(2, f"{shown}\n".encode("utf-8", "backslashreplace"))
 
 
 class Supervisor:
-    """One rank's. `gather` or `connect`, then `watch` until it raises EndedError, then `end`."""
+    """The supervisor of one rank: `gather` or `connect`, then `watch` until it raises EndedError, then
+    `end`."""
 
     def __init__(self, place: RankPlace, launcher: Launcher | None) -> None:
         self.place, self.launcher = place, launcher
         self.version = version("ondevice")
         self.links: dict[int, Link] = {}
-        """Connections to other supervisors, by rank: of rank 0 to all, of the others to rank 0."""
+        """Connections to other supervisors by rank: rank 0's to all, the others' to rank 0."""
         self.engine: subprocess.Popen[bytes] | None = None
         self.engine_link: Link | None = None
         self.exited_at = 0.0
         self.suspect: tuple[float, Failure] | None = None
-        """A failure that another rank's may explain, and when to believe it."""
+        """A failure that another rank's may explain, and the time at which to believe it."""
         self.signal = 0
         self.ready: set[int] = set()
         """Rank 0: ranks whose engines are about to join the ring."""
@@ -197,7 +200,8 @@ class Supervisor:
             raise EndedError(128 + self.signal)
 
     def _hello(self, link: Link) -> Hello | None:
-        """What a stranger says, once it is a rank's; others are closed. Raises RankError if ranks differ."""
+        """The greeting of an unidentified connection, if it is a rank's; others are closed. Raises RankError
+        if ranks differ."""
         try:
             messages = link.receive()
         except RankError:
@@ -235,7 +239,7 @@ class Supervisor:
         self._start(Go(ring, "" if launcher is None else launcher.budget(0)))
 
     def connect(self) -> None:
-        """Another rank than 0: connect to rank 0, say hello, and start once rank 0 says so."""
+        """Every rank but 0: connect to rank 0, greet it, and start when it says so."""
         place = self.place
         deadline = time.monotonic() + JOIN_SECONDS
         while not self.links:
@@ -334,7 +338,7 @@ class Supervisor:
             raise RankError(f"{type(message).__name__} has no meaning here")
 
     def _is_ready(self, rank: int) -> None:
-        """Rank 0: once every engine is ready, all join the ring."""
+        """Rank 0: note that a rank's engine is ready. Once all are, all join the ring."""
         self.ready.add(rank)
         if len(self.ready) == self.place.size and self.engine_link is not None:
             for link in (*self.links.values(), self.engine_link):
@@ -383,7 +387,7 @@ class Supervisor:
             raise self._stop(self.place.rank, f"{_ENGINE}ended with the exit code {code}")
 
     def end(self, stop: EndedError) -> int:
-        """End the engine, tell the others, say what failed, and return the exit code."""
+        """End the engine, inform the others, report what failed, and return the exit code."""
         failure = stop.failure
         if self.engine is not None:
             if self.signal and self.engine.poll() is None:
@@ -417,7 +421,7 @@ class Supervisor:
         return stop.code
 
     def _wait_for_engine(self, seconds: float) -> None:
-        """Wait for the engine's end, `seconds` at most. The other ranks go on meanwhile: it may need them."""
+        """Wait for the engine's end, at most `seconds`. The other ranks go on: the engine may need them."""
         assert self.engine is not None
         deadline = time.monotonic() + seconds
         while self.engine.poll() is None and time.monotonic() < deadline:
@@ -457,7 +461,7 @@ class Supervisor:
 
 
 def _in_foreground() -> bool:
-    """True if this process group has the terminal, so that Ctrl-C reaches the engine too."""
+    """Whether this process group is the terminal's foreground, so that Ctrl-C reaches the engine too."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR)
     except OSError:
@@ -471,7 +475,7 @@ def _in_foreground() -> bool:
 
 
 def _terminal_settings() -> Callable[[], None]:
-    """A function that puts back how stdin's terminal is set now. An engine that is killed can't."""
+    """A function that restores stdin's current terminal settings. A killed engine can't."""
     import termios
 
     try:

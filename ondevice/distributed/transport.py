@@ -37,17 +37,18 @@ PIECE_BYTES = 1 << 18
 """Most bytes that MLX gets at a time. A socket that takes anything takes about as many at once."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 28
-MEETING_BYTES = 1 << 20
-"""Most bytes of a message before there is a plan, and of what isn't planned in one."""
+HANDSHAKE_BYTES = 1 << 20
+"""Most bytes of a message before there is a plan, and of a message that no plan covers."""
 MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 QUEUED_MESSAGES = 2
-"""Most messages that wait to be sent. Pipelining needs one; the second evens out."""
+"""Most messages queued for sending. Pipelining needs one; the second evens out."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
-"""A silent connection is asked after 5 s, three times, every 3 s. macOS has the second name for the first."""
+"""A silent connection is probed after 5 s, three times, every 3 s. macOS has the second name for the
+first."""
 _ALIGNMENT = 64
 _PREFIX = struct.Struct("<4sIQ")
-"""Magic, bytes of the description, bytes of the message behind this prefix."""
+"""Magic, bytes of the description, bytes of the message after this prefix."""
 _MAGIC = b"odr1"
 _DTYPES = {name: np.dtype(name) for name in ("float32", "float16", "int32", "uint8")}
 
@@ -69,7 +70,7 @@ class Transport(Protocol):
         """
 
     def receive(self) -> tuple[bytes, list[NDArray[Any]]]:
-        """The next message of the rank before, with arrays of its own. Waits for it.
+        """The next message of the previous rank. Waits for it; its arrays are copies.
 
         Raises RankError for one that breaks a rule.
         """
@@ -96,7 +97,7 @@ def pack(header: bytes, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
 
 
 def _starts(offset: int, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of these sizes begin behind `offset`, each aligned, and where the last ends."""
+    """Aligned offsets of parts of these sizes after `offset`, and the end of the last part."""
     starts = []
     for size in sizes:
         offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
@@ -119,7 +120,7 @@ def message_bytes(first: NDArray[np.uint8], limit: int) -> int:
 
 
 def unpack(message: NDArray[np.uint8]) -> tuple[bytes, list[NDArray[Any]]]:
-    """Header and arrays of a whole message; the arrays are views of it. Raises RankError for a false one."""
+    """Header and arrays of a complete message; the arrays are views of it. Raises RankError."""
     _, size, _ = _PREFIX.unpack(message[: _PREFIX.size].tobytes())
     end = _PREFIX.size + size
     text = message[_PREFIX.size : end].tobytes()
@@ -181,10 +182,10 @@ class MlxTransport:
         except (RuntimeError, ValueError) as error:
             raise RankError(f"the ring can't be joined: {error}") from error
         self._core = core
-        self._limit = MEETING_BYTES
+        self._limit = HANDSHAKE_BYTES
         self.rank, self.size = self._group.rank(), self._group.size()
         self._sent = self._received = HopStats()
-        """Counts of the sender's thread, and of the thread that receives."""
+        """Counts of the sending and of the receiving thread."""
         self._left, self._right = _ring_ends(_descriptors() - before)
         self._queue: queue.Queue[NDArray[np.uint8] | None] = queue.Queue(QUEUED_MESSAGES)
         self._failure: Exception | None = None
@@ -198,11 +199,11 @@ class MlxTransport:
         return replace(sent, received_bytes=received.received_bytes, waited_seconds=received.waited_seconds)
 
     def plan(self, nbytes: int) -> None:
-        """Take messages for which a plan has `nbytes`, of a pass; before that, only those of a meeting.
+        """Accept messages of passes with `nbytes` in the plan; until then, only those of the handshake.
 
         What arrives is hostile: it would decide how much memory is taken.
         """
-        self._limit = min(MEETING_BYTES + nbytes, MAX_MESSAGE_BYTES)
+        self._limit = min(HANDSHAKE_BYTES + nbytes, MAX_MESSAGE_BYTES)
 
     def send(self, header: bytes, arrays: Sequence[NDArray[Any]]) -> None:
         self._require_sender()
@@ -249,7 +250,8 @@ class MlxTransport:
             piece[:] = np.asarray(got)
 
     def _send_all(self) -> None:
-        """The thread: send what is queued. After a failure, messages are dropped, so that none waits."""
+        """The sending thread: send what is queued. After a failure messages are dropped, so that none
+        waits."""
         while (message := self._queue.get()) is not None:
             if self._failure is None:
                 try:
@@ -274,7 +276,7 @@ class MlxTransport:
 
 
 def _pieces(total: int) -> list[tuple[int, int]]:
-    """Where the pieces of a message of `total` bytes begin and end: the first part, then PIECE_BYTES each."""
+    """Start and end of the pieces of a message of `total` bytes: the first part, then PIECE_BYTES each."""
     cuts = [0, *range(FIRST_BYTES, total, PIECE_BYTES), total]
     return list(pairwise(cuts)) if total > FIRST_BYTES else [(0, total)]
 
@@ -315,7 +317,8 @@ def _ring_ends(opened: set[int]) -> tuple[socket.socket | None, socket.socket | 
 
 
 def _watch(end: socket.socket) -> None:
-    """Have the system break a connection whose other machine is gone: nothing comes then, not even an end.
+    """Let the system break a connection whose other machine is gone: otherwise nothing arrives, not even an
+    end.
 
     The rank behind notices, within 14 s. No TCP_USER_TIMEOUT: Linux would break the connection to a healthy
     rank too, where that computes so long that no bytes fit into its socket. Options that this system
@@ -331,7 +334,7 @@ def _watch(end: socket.socket) -> None:
 
 
 def _own_ports() -> set[int]:
-    """Ports at which this rank is reached by the rank before it, in the file that MLX's ring reads."""
+    """The ports at which the previous rank reaches this one, from the file that MLX's ring reads."""
     try:
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_bytes())
         return {int(address.rpartition(":")[2]) for address in ring[int(os.environ["MLX_RANK"])]}
@@ -348,7 +351,7 @@ def _wait(end: socket.socket | None, event: int) -> None:
 
 
 def _wait_for_bytes(end: socket.socket | None) -> None:
-    """Wait for bytes to arrive. Raises RankError if the rank before has gone away, which MLX wouldn't say."""
+    """Wait for bytes to arrive. Raises RankError if the previous rank is gone, which MLX wouldn't report."""
     _wait(end, select.POLLIN)
     try:
         gone = end is not None and not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

@@ -29,7 +29,7 @@ MAX_TOKENS = 256
 CONTEXT = 128
 """Tokens of context while a model is tested: few, to take little memory."""
 GENERATION_SECONDS = 8.0
-"""Most seconds of waiting for the tokens."""
+"""Longest wait in seconds for the tokens."""
 WRONG_REMEDY = "this build computes wrongly here: install one made for this machine, or use another --backend"
 TOLERANCES = {"cpu": 0.0}
 OTHER_TOLERANCE = 0.25
@@ -137,7 +137,7 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
 
 
 def rows(name: str, folder: Path | None) -> Check:
-    """Check of how many tokens MLX computes together with the bits that each has alone.
+    """Check of how many tokens MLX computes together while each keeps the bits that it has alone.
 
     Drafts, and texts that share passes, keep to it.
     """
@@ -175,7 +175,7 @@ def rows(name: str, folder: Path | None) -> Check:
 
 
 def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Check:
-    """Compare what a loaded model writes with the recording. tolerance: in logits; 0 forgives nothing.
+    """Check that a loaded model writes the recorded tokens. tolerance: in logits; 0 allows no difference.
 
     After a forgiven difference, the texts diverge. Then each later token is predicted from the recorded ones
     before it.
@@ -218,7 +218,7 @@ def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Ch
 
 
 def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ...], bool]:
-    """The answer's first tokens, and True if `count` of them, or its end, came within GENERATION_SECONDS."""
+    """The reply's first tokens, and whether `count` of them, or its end, came within GENERATION_SECONDS."""
     tokens, end = [], time.monotonic() + GENERATION_SECONDS
     events = model.stream(tokens=prompt, max_tokens=count)
     with closing(events):  # type: ignore[type-var]

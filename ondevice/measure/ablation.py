@@ -88,7 +88,7 @@ class Ablation:
 
     @property
     def own_overlap_ratio(self) -> float | None:
-        """Time per token of `overlap`, over the longer of its own reading (with prefetches) and computing.
+        """Time per token of `overlap`, over the longer of its reading (with prefetches) and computing.
 
         None if there are only dense rows.
         """
@@ -189,7 +189,8 @@ def _dense_rows(dense: ResolvedModel) -> dict[str, tuple[ResolvedModel, FetchOpt
 
 
 def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
-    """The model under the smallest budget that keeps half of the neurons in memory, or under its own."""
+    """The model under the smallest budget that keeps half of the neurons in memory, or its budget if that is
+    smaller."""
     plan = dense.plan
     wanted = plan.segment.least + (plan.segment.total - plan.segment.least) // 2
 
@@ -201,7 +202,7 @@ def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
 
 
 def _always_needed(bundle: Bundle) -> list[CheckedFile]:
-    """The files of the weights that every token needs, neurons aside. They include the head."""
+    """The files of the weights that every token needs, apart from neurons. They include the head."""
     tied = bundle.config.tie_embeddings
     return [bundle.file(RESIDENT), *([bundle.embedding_file] if tied else [])]
 

@@ -82,7 +82,7 @@ class AblationRow:
 
 @dataclass(frozen=True)
 class Reread:
-    """Reads a set of files whole before every token, and counts what that takes."""
+    """Reads a set of files completely before every token, and counts the bytes and seconds."""
 
     next_token: Callable[[], None]
     """Reads all of them once. Raises FlashReadError."""

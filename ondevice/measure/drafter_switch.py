@@ -1,4 +1,4 @@
-"""One loaded model under several drafters in turn, for measurements that compare them."""
+"""One loaded model under several drafters alternately, for measurements that compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of every drafter with plain decoding, on one model in one run. Checks that texts are equal.
+"""Compares every drafter with plain decoding, on one model in one run, and checks that texts are equal.
 
 One loaded model continues every prompt without drafts and with each drafter in turn, in an order that
 rotates, so that other load on the machine affects all alike. Each drafter begins with memory as after
@@ -160,7 +160,7 @@ class Comparison:
 
     @property
     def texts(self) -> int:
-        """Number of texts that drafters have written."""
+        """Number of texts written with drafters."""
         return sum(row.prompts for row in self.rows if row.task == ALL_TASKS and row.drafter != OFF)
 
     def row(self, task: str, drafter: str) -> DrafterRow:

@@ -38,7 +38,7 @@ COMPARISON_INCHES, COMPARISON_DPI = (9.0, 10.0), 120
 BARS_WIDTH = 0.8
 """Share of the distance between two tasks that a task's bars take."""
 TICKED_LAYERS = 40
-"""Most layers with which every bar has its number."""
+"""Most layers for which every bar is labelled."""
 
 
 def draw_profile(

@@ -1,4 +1,4 @@
-"""Profile of a model on a text and of its flash: sparsity, misses of neuron caches, read throughput.
+"""Profiles a model on a text, and its flash: sparsity, misses of neuron caches, read throughput.
 
 Only gates that become exactly zero tell which neurons fire. For models without such gates only reads are
 measured, and `Profile.notes` say why. `plots` does the drawing.
@@ -49,9 +49,9 @@ SAMPLED_PIECE_TOKENS = 256
 SAMPLING_TEMPERATURE = 0.8
 """Temperature of the model's own text. Greedy text repeats itself, which would flatter every cache."""
 MANY_THREADS = 32
-"""Reader threads with which small reads come near the device's full rate."""
+"""Reader threads with which small reads approach the device's full rate."""
 LITTLE_BYTES = 256 << 20
-"""Size of files below which a device may hold all of them in memory of its own."""
+"""Size of files below which a device may hold all of them in its cache."""
 
 
 @dataclass(frozen=True)

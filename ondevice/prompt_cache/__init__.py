@@ -1,1 +1,1 @@
-"""Prompt caches on disk: the state behind a prefix of tokens, found again by those who begin alike."""
+"""Prompt caches on disk: states after prefixes of tokens, reused by texts that begin with the same tokens."""

@@ -1,4 +1,4 @@
-"""One file of a prompt cache: a run of tokens, and the state of a sequence behind them.
+"""One file of a prompt cache: a run of tokens, and the state of a sequence at its positions.
 
 A file is a header in whole pages and the state's parts, end to end:
 
@@ -38,10 +38,11 @@ from ondevice.units import PAGE_BYTES
 
 MAGIC = b"odstate1"
 CRC_BYTES = 1 << 16
-"""Bytes that a checksum covers, over borders of parts. A part is read with less than that on each side."""
+"""Bytes that a checksum covers, across borders of parts. Reading a part reads less than that more on each
+side."""
 READ_THREADS = 4
 WRITE_BYTES = 4 << 20
-"""Bytes after which what was written is put on the disk, and leaves the page cache."""
+"""Bytes after which written data is flushed to the disk and dropped from the page cache."""
 MAX_RUN_TOKENS = 1 << 16
 MAX_TOKEN = (1 << 31) - 1
 MAX_PARTS = 1 << 12
@@ -50,11 +51,12 @@ _PREFIX_BYTES = len(MAGIC) + 8
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([1-9][0-9]{0,5})\.kv")
 
 Part = Callable[[], Bytes]
-"""Gives the bytes of a part, (n,) uint8, which needn't stay valid."""
+"""A function that gives the bytes of a part, (n,) uint8, valid until its next call."""
 
 
 class RunName(NamedTuple):
-    """The name of a run of `tokens` tokens. parent, own: digests of the text before it, and with it."""
+    """The name of a run of `tokens` tokens. parent, digest: digests of the text before the run, and with
+    it."""
 
     parent: str
     digest: str
@@ -66,26 +68,26 @@ class RunName(NamedTuple):
 
 
 def parse_name(file: str) -> RunName | None:
-    """The run that a file's name stands for; None for other files."""
+    """The run that a file name stands for; None for other files."""
     match = _NAME.fullmatch(file)
     return None if match is None else RunName(match[1], match[2], int(match[3]))
 
 
 def run_name(parent: str, tokens: Sequence[int]) -> RunName:
-    """The name of the run of `tokens` behind those of the digest `parent`."""
+    """The name of the run of `tokens` after the tokens of digest `parent`."""
     digest = hashlib.blake2b(bytes.fromhex(parent), digest_size=16)
     digest.update(np.asarray(tokens, dtype="<i4").tobytes())
     return RunName(parent, digest.hexdigest(), len(tokens))
 
 
 def root_digest(binding: Mapping[str, Any]) -> str:
-    """The digest of no tokens, under all that the state is bound to."""
+    """The digest of no tokens, under everything that the state depends on."""
     return hashlib.blake2b(canonical_json(binding), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A file whose header is sound. Its parts are checked as they are read."""
+    """A file with a valid header. Its parts are checked as they are read."""
 
     tokens: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -103,7 +105,7 @@ class Entry:
 
 
 def read_entry(folder: Path, name: RunName, binding: Mapping[str, Any]) -> Entry | None:
-    """The entry of a run; None if there is none that is sound."""
+    """The entry of a run; None if there is no valid one."""
     path = folder / name.file
     try:
         # Links aren't followed, and opening a pipe doesn't wait.
@@ -161,7 +163,7 @@ def write_entry(
     sizes: Sequence[int],
     parts: Sequence[Part],
 ) -> None:
-    """Write a run's file to an open, empty one, and put it on the disk. Raises OSError."""
+    """Write a run's file to an open, empty file, and flush it to the disk. Raises OSError."""
     start = _header_bytes(len(_header(binding, name, tokens, sizes, bytes(4 * _units(sizes)))))
     offset, checksums = start, _Checksums()
     for size, part in zip(sizes, parts, strict=True):
@@ -196,20 +198,20 @@ def _header_bytes(nbytes: int) -> int:
 
 
 def _units(sizes: Sequence[int]) -> int:
-    """Number of checksums of parts of these sizes."""
+    """Number of checksums for parts of these sizes."""
     return -(-sum(sizes) // CRC_BYTES)
 
 
 class _Checksums:
-    """The checksums of parts that come one after another."""
+    """Computes checksums over consecutive parts."""
 
     def __init__(self) -> None:
         self._digests: list[bytes] = []
         self._rest: Bytes = np.empty(0, np.uint8)
-        """What the last unit has of the parts so far: a copy."""
+        """Bytes of the unfinished unit so far: a copy."""
 
     def add(self, data: Bytes) -> None:
-        """The next part."""
+        """Add the next part."""
         if len(self._rest):
             missing = CRC_BYTES - len(self._rest)
             self._rest, data = np.concatenate([self._rest, data[:missing]]), data[missing:]
@@ -222,7 +224,7 @@ class _Checksums:
         self._rest = data[complete:].copy()
 
     def end(self) -> bytes:
-        """All of them, one behind the other."""
+        """All checksums, concatenated."""
         if len(self._rest):
             self._digests.append(_crcs(self._rest, [CRC_BYTES]))
         return b"".join(self._digests)
@@ -239,7 +241,7 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 
 def _put_on_disk(file: int) -> None:
-    """Wait until what was written is on the disk, and drop it from the page cache."""
+    """Wait until written data is on the disk, and drop it from the page cache."""
     getattr(os, "fdatasync", os.fsync)(file)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

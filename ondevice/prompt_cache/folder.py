@@ -1,4 +1,4 @@
-"""The folder of a prompt cache: which runs it holds, and which leave it when it is full.
+"""The folder of a prompt cache: which runs it holds, and which are removed when it is full.
 
 Below it is a folder for every binding, named by its digest. Files and folders of other names aren't touched.
 Several processes may share it: a file gets its name when it is complete, and the least recently used ones go
@@ -28,16 +28,16 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _Held:
-    """A file that is there."""
+    """An existing file of the cache."""
 
     used: int
-    """When it was used last, in nanoseconds since 1970."""
+    """Time of last use, in nanoseconds since 1970."""
     nbytes: int
     path: str
 
 
 class CacheFolder:
-    """The runs of one binding in a prompt cache's folder, which has others beside it."""
+    """The runs of one binding in a prompt cache's folder, which other bindings share."""
 
     def __init__(self, folder: Path, binding: str, limit_bytes: int) -> None:
         """Args:
@@ -54,7 +54,7 @@ class CacheFolder:
         return os.path.lexists(self.path / name.file)
 
     def behind(self, parent: str) -> list[RunName]:
-        """The runs that follow the tokens of this digest."""
+        """The runs that follow the tokens of digest `parent`."""
         try:
             with os.scandir(self.path) as entries:
                 names = [parse_name(each.name) for each in entries if each.name.startswith(parent)]
@@ -63,12 +63,12 @@ class CacheFolder:
         return [name for name in names if name is not None]
 
     def remove(self, name: RunName) -> None:
-        """Remove a run's file, as far as that can be done."""
+        """Remove a run's file, if possible."""
         with suppress(OSError):
             os.unlink(self.path / name.file)
 
     def touch(self, names: Iterable[RunName]) -> None:
-        """Note that a chain of runs was used. Its last runs are the first to go."""
+        """Note that a chain of runs was used. Its last runs are the first to be removed."""
         for name in reversed(list(names)):
             with suppress(OSError):
                 os.utime(self.path / name.file, follow_symlinks=False)
@@ -98,7 +98,7 @@ class CacheFolder:
         return True
 
     def _make_room(self, nbytes: int, keep: Collection[RunName]) -> bool:
-        """Remove the least recently used files until `nbytes` more fit. False if they don't."""
+        """Remove the least recently used files until `nbytes` more fit. Returns False if they can't."""
         held = sorted(self._held(), key=lambda it: it.used)
         used, count = sum(it.nbytes for it in held), len(held)
         kept = {str(self.path / name.file) for name in keep}
@@ -113,7 +113,8 @@ class CacheFolder:
         return used + nbytes <= self._limit_bytes and count < MAX_ENTRIES
 
     def _held(self) -> list[_Held]:
-        """All files of the cache, of every binding. What killed processes left half-written is removed."""
+        """All files of the cache, of every binding, after removing files that killed processes left
+        half-written."""
         files: list[_Held] = []
         for folder in _listed(self._folder):
             if _BINDING.fullmatch(folder.name) is None or not folder.is_dir(follow_symlinks=False):
@@ -139,7 +140,7 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_left_over(path: str) -> bool:
-    """Whether a half-written file had no writer any more. Then it is removed. Raises OSError."""
+    """Whether a half-written file has no writer any more; then it is removed. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

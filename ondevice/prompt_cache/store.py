@@ -1,4 +1,4 @@
-"""Finds the state behind a text's beginning in a prompt cache, brings it into memory, and writes it there.
+"""Finds the state after a text's beginning in a prompt cache, brings it into memory, and writes it there.
 
 A text is stored in runs of `step` tokens, each with the state of its own positions. Two texts that begin
 alike share the runs of their common beginning. Where any split of a prompt gives equal bits, the last run may
@@ -30,7 +30,7 @@ from ondevice.prompt_cache.folder import CacheFolder
 log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 64
-"""Most runs whose tokens are compared where a text leaves those that are stored."""
+"""Most runs compared token by token where a text diverges from the stored ones."""
 PIECE_SECONDS = 0.2
 """Time for which runs are read, or a session's are written, while other texts that run together wait, but for
 the rest of the last one.
@@ -40,7 +40,7 @@ NO_LIMIT = 1 << 62
 
 
 class PromptCache:
-    """The states of one model under one set of options, in a folder that others may use at the same time."""
+    """The states of one model under one set of options, in a folder that several processes may share."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PromptCache:
     def restore(
         self, kv: SequenceState, tokens: Sequence[int], cancelled: IsCancelled | None = None
     ) -> Iterator[None]:
-        """Extend kv, which holds a prefix of `tokens`, by what the disk has of the tokens that follow.
+        """Extend kv, which holds a prefix of `tokens`, by the stored state of the tokens that follow.
 
         Stops between two pieces, each of whole runs. If kv is changed meanwhile, it stays as it is then. At
         the end it may hold fewer tokens than before, where a file is damaged.
@@ -107,7 +107,7 @@ class PromptCache:
         self._folder.touch(name for name, _ in chain)
 
     def write_next(self, kv: SequenceState, at: int) -> int:
-        """Write the first run of kv behind `at` tokens that isn't there.
+        """Write the first run of kv after `at` tokens that isn't stored.
 
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
         it can't be written.
@@ -128,7 +128,8 @@ class PromptCache:
         return at
 
     def write(self, kv: SequenceState) -> Iterator[None]:
-        """Write all of kv that isn't there, as far as there is room. Stops between pieces, as `restore`."""
+        """Write all runs of kv that aren't stored, as far as there is room. Pauses between pieces, as
+        `restore` does."""
         at, begun = 0, time.monotonic()
         self.touch(kv)
         while (written := self.write_next(kv, at)) > at:
@@ -138,21 +139,21 @@ class PromptCache:
                 begun = time.monotonic()
 
     def touch(self, kv: SequenceState) -> None:
-        """Note that a text is in use, so that others leave the folder before it."""
+        """Note that a text is in use, so that other runs are removed before its own."""
         self._folder.touch(name for name, _ in self._runs(kv))
 
     def names(self, kv: SequenceState) -> set[RunName]:
-        """The runs that `write` writes."""
+        """The names of the runs that `write` writes."""
         return {name for name, _ in self._runs(kv)}
 
     def keep_only(self, names: Collection[RunName]) -> None:
-        """Remove all runs but these."""
+        """Remove all other runs."""
         for name in self._folder.behind(""):
             if name not in names:
                 self._folder.remove(name)
 
     def _runs(self, kv: SequenceState) -> list[tuple[RunName, int]]:
-        """The runs of kv that are stored, and the number of tokens up to the end of each, ascending."""
+        """The runs of kv to store, each with the number of tokens up to its end, ascending."""
         last = kv.chunked // self._step * self._step if self.chunk else kv.verified
         chain = self._chain(kv.tokens[:last])
         runs = [(name, index * self._step + name.tokens) for index, name in enumerate(chain)]
@@ -163,14 +164,14 @@ class PromptCache:
         return runs
 
     def _marked(self, kv: SequenceState, last: int) -> list[int]:
-        """The last mark that a run may end at, if whole chunks lead to it, of which kv has `last` tokens."""
+        """The last mark at which a run may end, if complete chunks lead to it; kv has `last` tokens."""
         if not self._marks or kv.states is None:
             return []
         ends = [at for at in kv.states.ends if at // self._step * self._step <= last]
         return [at for at in ends[-1:] if at % self._step >= BLOCK_TOKENS]
 
     def _chain(self, tokens: Sequence[int]) -> list[RunName]:
-        """The runs of a text, the last of which may be short."""
+        """The consecutive runs of a text, the last of which may be short."""
         chain: list[RunName] = []
         parent = self._root
         for start in range(0, len(tokens), self._step):
@@ -179,7 +180,7 @@ class PromptCache:
         return chain
 
     def _longest(self, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
-        """The stored runs that `tokens` begin with, and how many tokens of each are theirs."""
+        """The stored runs with which `tokens` begin, and how many tokens of each match."""
         runs: list[tuple[RunName, int]] = []
         parent = self._root
         for name in self._chain(tokens):
@@ -196,14 +197,14 @@ class PromptCache:
         return runs
 
     def _last_run(self, parent: str, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
-        """The longest run behind `parent` that these tokens begin with, if there is one."""
+        """The longest run after `parent` with which these tokens begin, as a list of one or none."""
         runs = set(self._folder.behind(parent))
         lengths = {name.tokens for name in runs if name.tokens <= len(tokens)}
         fitting = runs.intersection(run_name(parent, tokens[:length]) for length in lengths)
         return [(name, name.tokens) for name in sorted(fitting, key=lambda it: it.tokens)[-1:]]
 
     def _nearest(self, parent: str, tokens: Sequence[int]) -> tuple[RunName, int] | None:
-        """The run behind `parent` that has most tokens in common with these, if one has any."""
+        """The run after `parent` that shares most tokens with these, if any does."""
         best, most = None, 0
         prefixes = [run_name(parent, tokens[:count]) for count in range(1, len(tokens) + 1)]
         runs = self._folder.behind(parent)
@@ -221,7 +222,7 @@ class PromptCache:
         return None if best is None else (best, most)
 
     def _read(self, kv: SequenceState, name: RunName, matched: int) -> None:
-        """Bring the first `matched` tokens of a run behind those in kv.
+        """Append the first `matched` tokens of a run to kv.
 
         Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
         """
@@ -241,9 +242,8 @@ class PromptCache:
             kv.chunked = stop // self._step * self._step
 
     def _write(self, kv: SequenceState, name: RunName, stop: int, before: Collection[RunName]) -> bool:
-        """Write a run, up to `stop` tokens. False if there is no room for it beside those before it. Raises
-        OSError.
-        """
+        """Write a run that ends at `stop` tokens. Returns False if there is no room for it beside those
+        before it. Raises OSError."""
         start = stop - name.tokens
         tokens, sizes = kv.tokens[start:stop], kv.part_sizes(start, stop)
         parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]

@@ -340,7 +340,7 @@ def test_every_text_has_all_of_a_grammars_limits() -> None:
     def walk(grammars: Grammars, seed: int, drafts: int = 0) -> list[int]:
         chance, tokens, ends = random.Random(seed), [], frozenset({Marks.eos})
         beside = random.Random(-seed)
-        matcher, own = grammars.matcher(hungry), partial(grammars.own_matcher, hungry)
+        matcher, own = grammars.matcher(hungry), partial(grammars.unshared_matcher, hungry)
         text = Constrained(matcher, grammars.vocab_size, ends, unshared=own)
         try:
             while True:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ondevice.distributed.transport import (
     FIRST_BYTES,
+    HANDSHAKE_BYTES,
     MAX_ARRAYS,
     MAX_MESSAGE_BYTES,
-    MEETING_BYTES,
     PIECE_BYTES,
     _ring_ends,
     message_bytes,
@@ -229,7 +229,7 @@ def test_processes_pass_everything_around_and_a_sender_doesnt_wait(tmp_path: Pat
     # MLX alone would keep a core busy for the second.
     assert busy < answered / 2
     assert "closed its connection" in found["lost"]
-    assert found["refused"].startswith(f"{MEETING_BYTES + 256 * 4096 * 4} ")
+    assert found["refused"].startswith(f"{HANDSHAKE_BYTES + 256 * 4096 * 4} ")
     assert "the limit is 99" in found["refused"]
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.distributed.handshake import handshake_as_first, handshake_as_other
 from ondevice.distributed.layer_server import serve_layers, state_room
-from ondevice.distributed.meeting import meet, meet_as_first
 from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
 from ondevice.errors import OndeviceError, RankError
 from ondevice.runtime.engine import Engine
@@ -141,7 +141,7 @@ def text_of_met(
 
     def serve(rank: int) -> None:
         with end_ring(transports[rank], errors):
-            resolved = meet(transports[rank], lambda: Bundle.open(folders[rank]), runtime)
+            resolved = handshake_as_other(transports[rank], lambda: Bundle.open(folders[rank]), runtime)
             serve_layers(resolved, transports[rank])
 
     threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(1, len(folders))]
@@ -149,7 +149,7 @@ def text_of_met(
         thread.start()
     found: list[int] = []
     with end_ring(transports[0], errors):
-        resolved, later = meet_as_first(transports[0], Bundle.open(folders[0]), runtime)
+        resolved, later = handshake_as_first(transports[0], Bundle.open(folders[0]), runtime)
         with closing(Engine(resolved, never_cancelled, later=later)) as engine:
             events = list(engine.generate(None, prompt, sampling, never_cancelled))
         found = [event.token for event in events if event.token is not None]

@@ -138,7 +138,7 @@ def measured(
     waits, most = Waits(), 0
     for _ in range(TEXTS):
         tokens = longest_first(json.dumps(answer(rng), ensure_ascii=False), ids)
-        own = partial(grammars.own_matcher, constraint)
+        own = partial(grammars.unshared_matcher, constraint)
         waits.follow(
             Constrained(grammars.matcher(constraint), grammars.vocab_size, ends, unshared=own), tokens
         )

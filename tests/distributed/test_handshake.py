@@ -17,8 +17,8 @@ import pytest
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.slices import write_slice
-from ondevice.distributed import meeting
-from ondevice.distributed.meeting import meet, meet_as_first, part
+from ondevice.distributed import handshake
+from ondevice.distributed.handshake import handshake_as_first, handshake_as_other, part
 from ondevice.errors import BudgetError, OndeviceError, RankError, UsageError
 from ondevice.runtime.resolving import ResolvedModel
 from tests.support.paths import SHIPPED
@@ -34,13 +34,13 @@ def met(bundles: Sequence[Bundle], runtime: RuntimeConfig = RUNTIME) -> list[tup
 
     def join(rank: int) -> None:
         with end_ring(transports[rank], errors):
-            found[rank] = meet(transports[rank], lambda: bundles[rank], runtime)
+            found[rank] = handshake_as_other(transports[rank], lambda: bundles[rank], runtime)
 
     threads = [threading.Thread(target=partial(join, rank), daemon=True) for rank in range(1, len(bundles))]
     for thread in threads:
         thread.start()
     try:
-        found[0], _ = meet_as_first(transports[0], bundles[0], runtime)
+        found[0], _ = handshake_as_first(transports[0], bundles[0], runtime)
     except OndeviceError as error:
         transports[0].after.put(error)
         raise
@@ -134,7 +134,7 @@ def test_a_rank_has_its_tokenizer_once(whole: Bundle, monkeypatch: pytest.Monkey
     """Also where the shortest context of all ranks has it resolved anew: a budget has room for one."""
     read: list[weakref.ref[Any]] = []
     left: list[int] = []
-    own, settle = meeting.resolve, meeting.settled_for
+    own, settle = handshake.resolve, handshake.settled_for
 
     def settled(*given: Any) -> ResolvedModel:
         found = settle(*given)
@@ -149,10 +149,10 @@ def test_a_rank_has_its_tokenizer_once(whole: Bundle, monkeypatch: pytest.Monkey
             read.append(weakref.ref(found.tokenizer))
         return found
 
-    monkeypatch.setattr(meeting, "settled_for", settled)
-    monkeypatch.setattr(meeting, "resolve", resolved)
+    monkeypatch.setattr(handshake, "settled_for", settled)
+    monkeypatch.setattr(handshake, "resolve", resolved)
     contexts = iter((48, 64))
-    monkeypatch.setattr(meeting, "_context", lambda found: next(contexts))
+    monkeypatch.setattr(handshake, "_context", lambda found: next(contexts))
     assert len(met([whole, whole])) == 2
     assert left == [0, 0]
 
@@ -163,15 +163,15 @@ def test_what_differs_is_said_before_a_layer_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("a layer was measured")
 
-    own = meeting.card
-    monkeypatch.setattr(meeting, "measured_resources", measured)
+    own = handshake.card
+    monkeypatch.setattr(handshake, "measured_resources", measured)
     devices = iter(("mlx 1 on a CPU", "mlx 2 on a CPU"))
-    monkeypatch.setattr(meeting, "card", lambda *given: replace(own(*given), device=next(devices)))
+    monkeypatch.setattr(handshake, "card", lambda *given: replace(own(*given), device=next(devices)))
     with pytest.raises(RankError, match=r"mlx \d on a CPU and rank 0 with mlx \d on a CPU.*one release"):
         met([whole, whole])
 
 
 def test_mlx_says_its_release() -> None:
     core = pytest.importorskip("mlx.core")
-    assert meeting.device("mlx").startswith(f"mlx {core.__version__} on ")
-    assert meeting.device("cpu") == "cpu"
+    assert handshake.device("mlx").startswith(f"mlx {core.__version__} on ")
+    assert handshake.device("cpu") == "cpu"

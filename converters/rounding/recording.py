@@ -1,4 +1,4 @@
-"""A checkpoint's unrounded weights on the `cpu` backend, which keeps what its matrices are multiplied by."""
+"""A checkpoint's unrounded weights on the `cpu` backend, which records the inputs of their matrices."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import FeedForwardSpec
 
 EMBEDDED = "embedded"
-"""The name of the inputs of matrices that multiply the embedding."""
+"""Name of the inputs of matrices that multiply the embedding."""
 PROJECT_OUT = "project_out"
 """The matrix between the layers and a head of another width, and the name of its inputs."""
 _OF_MODEL = {"per_layer.projection": EMBEDDED, "project_in": EMBEDDED, PROJECT_OUT: PROJECT_OUT}
-"""The names of inputs that are kept, by matrices that belong to no layer. No model has two EMBEDDED ones."""
+"""Names of recorded inputs, by matrices outside the layers. No model has two EMBEDDED ones."""
 SAME_INPUTS = dict.fromkeys(
     ("laurel.down", "attention.gate", "delta.gates", "mamba2.in", "mamba2.steps"), "qkv"
 )
-"""Matrices of a layer that few models have, whose inputs are those of others."""
+"""Rare matrices of a layer whose inputs are those of other matrices."""
 
 
-class WatchedWeights:
-    """Makes weights of a checkpoint's tensors, with float16 matrices, for a `WatchedBackend`."""
+class RecordedWeights:
+    """Makes weights of a checkpoint's tensors, with float16 matrices, for a `RecordingBackend`."""
 
     def __init__(self, checkpoint: Checkpoint, runner: _native.Runner) -> None:
         self._checkpoint = checkpoint
@@ -67,8 +67,8 @@ class WatchedWeights:
                 if attention.head_norm_bias:
                     loaded[f"{which}_norm_bias"] = tensors[name.head_norm_bias(which)].vector()
         for weight in layer_weight_shapes(config, spec):
-            watched = "" if weight.name in SAME_INPUTS else weight.name
-            loaded[weight.name] = self._weight(weight, name.weight(weight.name), watched)
+            recorded_as = "" if weight.name in SAME_INPUTS else weight.name
+            loaded[weight.name] = self._weight(weight, name.weight(weight.name), recorded_as)
         feed_forward: Any = None
         if spec.has_feed_forward:
             feed_forward = _Neurons(
@@ -79,7 +79,8 @@ class WatchedWeights:
         return layer_weights(backend, config, spec, loaded, feed_forward)
 
     def model(self, layers: Sequence[LayerWeights], with_ends: bool) -> ModelWeights:
-        """The layers, with the checkpoint's own embedding. with_ends: with what comes before and behind them.
+        """The layers with the checkpoint's embedding. with_ends: with the parts before and after the layers
+        too.
 
         The last norm and the head are missing.
         """
@@ -91,8 +92,8 @@ class WatchedWeights:
             table = tensors[names.POSITIONS]
             positions = to_float32(table.rows(0, table.shape[0]))
         for weight in model_weight_shapes(config):
-            watched = _OF_MODEL.get(weight.name, "")
-            model_weights[weight.name] = self._weight(weight, names.model_weight(weight.name), watched)
+            recorded_as = _OF_MODEL.get(weight.name, "")
+            model_weights[weight.name] = self._weight(weight, names.model_weight(weight.name), recorded_as)
         blocks = blocks_of_model(config, model_weights, tensors.get(names.PER_LAYER))
         return ModelWeights(tensors[names.EMBEDDING], layers, None, None, positions, **blocks)
 
@@ -101,12 +102,14 @@ class WatchedWeights:
         bias = tensors[names.FINAL_NORM_BIAS].vector() if norm.bias else None
         return Norm(tensors[names.FINAL_NORM].vector(), norm.eps, bias, norm.kind == "layer")
 
-    def _matrix(self, which: str, sources: Sequence[str], bias: Float32 | None = None) -> _Watched:
-        """A matrix whose rows are those of all `sources`, and whose inputs are kept as `which`."""
-        return _Watched(which, self._half([self._checkpoint.tensors[source] for source in sources], bias))
+    def _matrix(self, which: str, sources: Sequence[str], bias: Float32 | None = None) -> _RecordedMatrix:
+        """A matrix of the rows of all `sources`, whose inputs are recorded as `which`."""
+        return _RecordedMatrix(
+            which, self._half([self._checkpoint.tensors[source] for source in sources], bias)
+        )
 
     def _weight(self, weight: WeightShape, source: str, which: str) -> Any:
-        """A weight that few models have: a matrix whose inputs are kept as `which`, or float32 values."""
+        """A rare weight: a matrix whose inputs are recorded as `which`, or float32 values."""
         if weight.is_matrix:
             return self._matrix(which, [source])
         tensor = self._checkpoint.tensors[source]
@@ -130,7 +133,7 @@ class WatchedWeights:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _RecordedMatrix:
     """A matrix whose inputs are kept by the name `which`, or not kept if that is empty."""
 
     which: str
@@ -141,13 +144,13 @@ class _Watched:
 class _Neurons:
     """The matrices of a feed-forward; up is None if it isn't gated. down: (D, F)."""
 
-    gate: _Watched
-    up: _Watched | None
-    down: _Watched
+    gate: _RecordedMatrix
+    up: _RecordedMatrix | None
+    down: _RecordedMatrix
 
 
-class WatchedBackend(CpuBackend):
-    """The CPU backend over `_Watched` matrices and `_Neurons`, which keeps the inputs of matrices."""
+class RecordingBackend(CpuBackend):
+    """The CPU backend over `_RecordedMatrix` matrices and `_Neurons`, which keeps the inputs of matrices."""
 
     def __init__(self, runner: _native.Runner) -> None:
         super().__init__(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)

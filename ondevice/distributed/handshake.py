@@ -1,4 +1,4 @@
-"""How ranks come together: what each has is compared, layers are divided, and each plans its own.
+"""The handshake of ranks: what each has is compared, layers are divided, and each plans its own.
 
 All of it goes around the ring. Rank 0 sends its options; every rank adds what it has, and rank 0 compares.
 Then each measures its speed on a layer, and rank 0 divides; every rank plans its range and adds the context
@@ -46,11 +46,11 @@ SHARED_OPTIONS = (
 )
 """Options that every rank takes from rank 0: those that change the text, and what passes look like."""
 SIDECARS = ("predictors", "streams")
-"""Sidecars of layers that change texts, and what drafts."""
+"""Sidecars of layers that change texts, and sidecars that draft."""
 NONE = "none"
 """Hash of a sidecar that isn't used."""
 PINGS = 3
-"""Trips around the ring that are timed."""
+"""Number of timed trips around the ring."""
 _MEASURED = ("budget_bytes", "process_bytes", "compute_bytes_per_second", "flash_bytes_per_second")
 _MAX_LAYERS = 1 << 16
 _MAX_BYTES = 1 << 62
@@ -59,7 +59,7 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True)
 class RankCard:
-    """What a rank has: the model's hash, its first layer and the one behind its last, and what multiplies.
+    """What a rank has: the model's hash, its first and one-past-last layer, and its device.
 
     predictors, streams: hashes of the sidecars that rank 0's options use; `NONE` for one that they don't use,
     or that isn't there.
@@ -73,10 +73,10 @@ class RankCard:
     streams: str
 
 
-def meet_as_first(
+def handshake_as_first(
     transport: Transport, bundle: Bundle, runtime: RuntimeConfig
 ) -> tuple[ResolvedModel, RemoteLayers]:
-    """Rank 0's part: its layers, planned, and the others.
+    """Rank 0's side: its planned layers, and the other ranks' as remote layers.
 
     Raises RankError and UsageError where ranks differ, UnsupportedModelError, and what `resolve` raises.
     """
@@ -109,8 +109,10 @@ def meet_as_first(
     return resolved, later
 
 
-def meet(transport: Transport, open_bundle: Callable[[], Bundle], runtime: RuntimeConfig) -> ResolvedModel:
-    """Another rank's part: its layers, planned. runtime: this machine's options.
+def handshake_as_other(
+    transport: Transport, open_bundle: Callable[[], Bundle], runtime: RuntimeConfig
+) -> ResolvedModel:
+    """Another rank's side: its planned layers. runtime: this machine's options.
 
     Raises RankError for messages that break a rule, what `open_bundle` and `resolve` raise, and BudgetError.
     """
@@ -144,7 +146,7 @@ def meet(transport: Transport, open_bundle: Callable[[], Bundle], runtime: Runti
 
 
 def _settled(bundle: Bundle, runtime: RuntimeConfig, count: int) -> tuple[RuntimeConfig, int]:
-    """Rank 0's options, settled, and the memory of a second model that drafts.
+    """Rank 0's options, settled, and the memory of a draft model in bytes.
 
     Nothing else is kept of the resolved model: its tokenizer would lie in memory beside that of this rank's
     part, and count against the budget.
@@ -154,7 +156,7 @@ def _settled(bundle: Bundle, runtime: RuntimeConfig, count: int) -> tuple[Runtim
 
 
 def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> ResolvedModel:
-    """The layers `layers[0]` to `layers[1]` - 1, resolved."""
+    """Layers `layers[0]` to `layers[1]` - 1, resolved."""
     return resolve(rank_bundle(bundle, runtime, *layers), runtime)
 
 
@@ -179,7 +181,7 @@ def _used_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> dict[str, str]:
 
 
 def device(backend: str) -> str:
-    """What multiplies, as far as texts differ by it.
+    """The device that multiplies, as far as texts differ by it.
 
     Every instruction set gives the bits of the others. MLX's kernels differ by its release and the GPU.
     """
@@ -224,7 +226,7 @@ def _divided(
     hop_seconds: float,
     draft_bytes: int,
 ) -> Sequence[tuple[int, int]]:
-    """Each rank's layers: the fastest division of those that the ranks' bundles allow.
+    """Each rank's layers: the fastest division that the ranks' bundles allow.
 
     A slice on rank 0 knows no other layers, so that every rank runs what its slice has. Raises what `divide`
     raises, and UsageError for slices that don't make the whole model.
@@ -240,7 +242,7 @@ def _divided(
 
 
 def _hop_seconds(transport: Transport) -> float:
-    """Seconds of a message from one rank to the next: the quickest trip around, over its hops."""
+    """Seconds of a message from one rank to the next: the fastest trip around, divided by its hops."""
     trips = []
     for _ in range(PINGS):
         began = time.perf_counter()
@@ -254,7 +256,7 @@ def _shared(runtime: RuntimeConfig) -> dict[str, Any]:
 
 
 def _with_options(runtime: RuntimeConfig, section: Section) -> RuntimeConfig:
-    """`runtime` with rank 0's options. RuntimeConfig itself compares types and values."""
+    """`runtime` with rank 0's options, which RuntimeConfig checks."""
     chosen = {name: section.get(name) for name in SHARED_OPTIONS}
     section.close()
     try:
@@ -305,7 +307,7 @@ def _ranges(value: object, ranks: int) -> list[tuple[int, int]]:
 
 
 def _around(transport: Transport, message: dict[str, Any], read: Callable[[Section], T]) -> list[T]:
-    """Rank 0: send a message around, and return what each other rank has added, in order."""
+    """Rank 0: send a message around, and return each other rank's addition, in order."""
     transport.send(canonical_json(message | {"added": []}), [])
     answer = _received(transport)
     with _peer():
@@ -332,7 +334,7 @@ def _pass_on(transport: Transport, message: Section, added_here: dict[str, Any])
 
 @contextmanager
 def _peer() -> Iterator[None]:
-    """A context in which what is false came from another rank."""
+    """A context that turns errors into RankErrors about what another rank sent."""
     try:
         yield
     except BundleError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.converters.checkpoints.gguf_alike import OTHER_KINDS
+from ondevice.converters.checkpoints.gguf_aliases import OTHER_KINDS
 from ondevice.converters.checkpoints.gguf_families import GGUF_FAMILIES
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
