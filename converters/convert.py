@@ -52,7 +52,6 @@ from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.chosen_quant import chosen_quant
 from ondevice.converters.error_log import ErrorLog
 from ondevice.converters.fidelity import Fidelity, joined
-from ondevice.converters.fingerprint import fingerprint
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
@@ -84,6 +83,8 @@ CONVERTER_VERSION = "9"
 """Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 4
 _MANIFEST_BYTES = 1 << 20
+_SAMPLE_BYTES = 512
+"""Bytes of a tensor's beginning and middle that its checkpoint's fingerprint depends on."""
 _NAMED_CHARS = 24
 """Characters of a checkpoint's name in the fingerprint of a conversion, which has 128 characters."""
 
@@ -206,6 +207,24 @@ def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
     except (BundleError, ModelNotFoundError, UnsupportedModelError):
         return False
     return _is_converted(folder, checkpoint, bundle.quant, _origin(checkpoint))
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """sha256 (hex) of every tensor's name, type, shape, beginning and middle, and of the tokenizer files.
+
+    A fine-tuned model differs from its base at least in the middle of some tensor. Times and paths are not
+    part of it.
+    """
+    digest = hashlib.sha256(checkpoint.source_format.encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.sample(0, _SAMPLE_BYTES))
+        digest.update(tensor.sample(tensor.nbytes // 2, _SAMPLE_BYTES))
+    for name, blob in sorted(checkpoint.tokenizer.blobs.items()):
+        digest.update(f"{name} {len(blob)}\n".encode())
+        digest.update(blob)
+    digest.update(repr((checkpoint.tokenizer.info, sorted(checkpoint.generation.items()))).encode())
+    return digest.hexdigest()
 
 
 def _origin(checkpoint: Checkpoint) -> str:

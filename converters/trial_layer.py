@@ -137,16 +137,20 @@ class LayerByLayer:
         """(T, D) output of the last layer."""
         config, width = self._config, self._config.per_layer_width
         model = self._around()
-        copies, inputs = model.entering(self._tokens)
-        copies = _held(copies)
+        residual_streams, inputs = model.entering(self._tokens)
+        residual_streams = _held(residual_streams)
         inputs = None if inputs is None else np.array(inputs)
         owners = {layer.attention.keys_of for layer in config.layers}
         for layer in range(config.num_layers):
             layer_inputs = None if inputs is None else inputs[:, layer * width : (layer + 1) * width]
-            copies, blocks = self._through(layer, copies, layer_inputs)
+            residual_streams, blocks = self._through(layer, residual_streams, layer_inputs)
             if layer in owners:
                 self._keys[layer] = blocks
-        return copies[0] if len(copies) == 1 else np.array(self._around().leaving(copies))
+        return (
+            residual_streams[0]
+            if len(residual_streams) == 1
+            else np.array(self._around().leaving(residual_streams))
+        )
 
     def _around(self) -> Transformer:
         """The model without its layers."""
@@ -161,7 +165,9 @@ class LayerByLayer:
         positions, blocks = loaded_positions(config, loaded), blocks_of_model(config, loaded, rows)
         return Transformer(config, backend, ModelWeights(table, [], None, None, positions, **blocks))
 
-    def _through(self, layer: int, copies: Copies, inputs: Float32 | None) -> tuple[Copies, list[Block]]:
+    def _through(
+        self, layer: int, residual_streams: Copies, inputs: Float32 | None
+    ) -> tuple[Copies, list[Block]]:
         """A layer's output, and its keys and values. inputs: the layer's per-layer inputs, (T, W)."""
         config, backend = self._config, self._backend
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of
@@ -180,7 +186,7 @@ class LayerByLayer:
         model = Transformer(alone, backend, ModelWeights(table, [weights] * len(layers), None, None))
         layout = KVLayout(alone, 16)
         kv = SequenceState(layout) if owner is None else state_over(layout, self._keys[owner])
-        outputs = model.layer(len(layers) - 1, copies, self._tokens, kv, inputs)
+        outputs = model.layer(len(layers) - 1, residual_streams, self._tokens, kv, inputs)
         return _held(outputs), kv.blocks
 
     def _neurons(self, layer: int, loaded: Mapping[str, Any]) -> CpuFeedForward | CpuSlices:
@@ -198,9 +204,9 @@ class LayerByLayer:
         return feed_forward
 
 
-def _held(copies: Copies) -> Copies:
+def _held(residual_streams: Copies) -> Copies:
     """Copies of arrays that a backend returned, which are valid only until its next op."""
-    return [np.array(copy) for copy in copies]
+    return [np.array(copy) for copy in residual_streams]
 
 
 class _Pieces(NeuronSource):

@@ -254,7 +254,7 @@ class LayerRounding:
         for piece in self._pieces:
             starts = range(0, len(piece), CHUNK_TOKENS)
             entered = [model.entering(piece[start : start + CHUNK_TOKENS], start) for start in starts]
-            self.residuals.append(_joined([copies for copies, _ in entered]))
+            self.residuals.append(_joined([residual_streams for residual_streams, _ in entered]))
             inputs = [chunk for _, chunk in entered if chunk is not None]
             self._per_layer.append(np.concatenate(inputs) if inputs else None)
 
@@ -265,11 +265,11 @@ class LayerRounding:
         for start in range(0, len(piece), CHUNK_TOKENS):
             rows = slice(start, start + CHUNK_TOKENS)
             layer_inputs = None if inputs is None else inputs[rows, layer * width : (layer + 1) * width]
-            copies = model.layer(
+            residual_streams = model.layer(
                 last, [copy[rows] for copy in self.residuals[index]], piece[rows], kv, layer_inputs
             )
             # The arrays that a backend returns are valid only until its next op.
-            outputs.append([np.array(copy) for copy in copies])
+            outputs.append([np.array(copy) for copy in residual_streams])
         self.residuals[index] = _joined(outputs)
 
 

@@ -157,7 +157,7 @@ class MarkedReply:
         self._held = ""
         self._searched = self._retries = 0
         self._opened = ""
-        self._told = False
+        self._reported_call = False
         """Whether a call has been reported since the last mark that began calls."""
         self._scan: CallScan | None = None
         self._drop_spaces = False
@@ -165,7 +165,7 @@ class MarkedReply:
         """Whether text of the reply has been reported."""
         self._break = ""
         """What replaces the spaces dropped after that text."""
-        self._said = False
+        self._part_begun = False
         """Whether the current part, thinking or the reply, has begun."""
         self._called = 0
         self._state: Literal["start", "thinking", "text", "call"] = (
@@ -215,14 +215,14 @@ class MarkedReply:
     def _think(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         assert self._marks is not None
         text, mark = self._before((self._marks[1],), final)
-        if text and not self._said:
+        if text and not self._part_begun:
             text = text.lstrip()
         if text:
-            self._said = True
+            self._part_begun = True
             yield ReplyPiece("thinking", text)
         if not mark:
             return False
-        self._state, self._said = "text", False
+        self._state, self._part_begun = "text", False
         self._drop_spaces = True
         return True
 
@@ -283,11 +283,11 @@ class MarkedReply:
             return True
         bare = self._held.lstrip()
         begins = any(bare.startswith(mark) or mark.startswith(bare) for mark in self._calls.opens)
-        return begins and not self._said
+        return begins and not self._part_begun
 
     def _open(self, form: CallFormat, mark: str) -> None:
         self._form, self._opened, self._state = form, mark, "call"
-        self._told = False
+        self._reported_call = False
         self._searched = self._retries = 0
 
     def _call(self, final: bool) -> Generator[ReplyPiece, None, bool]:
@@ -307,19 +307,19 @@ class MarkedReply:
             self._searched = max(0, len(held) - max(map(len, marks), default=0))
             is_text = (
                 form.could is not None
-                and (closes is None or not self._told)
-                and not form.could(held[self._behind_told() :], self._tools)
+                and (closes is None or not self._reported_call)
+                and not form.could(held[self._end_of_reported() :], self._tools)
             )
             if len(held) > MAX_CALL_CHARS or is_text:
                 yield from self._give_up(len(held))
                 return True
             return False
         end = len(held) if at < 0 else at
-        rest = held[self._behind_told() : end]
-        if self._told:
+        rest = held[self._end_of_reported() : end]
+        if self._reported_call:
             # The list that it belongs to has been opened before.
             rest = rest.rstrip().removesuffix("]").lstrip(SEPARATORS)
-        calls = [] if self._told and not rest.strip() else form.read(rest, self._tools)
+        calls = [] if self._reported_call and not rest.strip() else form.read(rest, self._tools)
         retry = calls is None and at >= 0 and self._retries < MAX_RETRIES
         if retry and form.inside(held[:at], self._tools):
             # The mark stands in an argument.
@@ -331,10 +331,10 @@ class MarkedReply:
             yield from self._give_up(behind)
             return True
         self._held = held[behind:]
-        self._state, self._said, self._drop_spaces = "text", True, True
+        self._state, self._part_begun, self._drop_spaces = "text", True, True
         self._add_break(_spaces(self._opened))
         for call in calls:
-            yield from self._tell(ReplyPiece("reply", "", call))
+            yield from self._report(ReplyPiece("reply", "", call))
             self._called += 1
         return True
 
@@ -346,18 +346,18 @@ class MarkedReply:
                 self._scan = self._begun()
                 if self._scan is None:
                     return False
-                yield from self._tell(ReplyPiece("reply", "", begins=self._scan.name))
+                yield from self._report(ReplyPiece("reply", "", begins=self._scan.name))
             scan = self._scan
             if certain := scan.take(self._held):
-                yield from self._tell(ReplyPiece("reply", "", arguments=certain))
+                yield from self._report(ReplyPiece("reply", "", arguments=certain))
             if scan.ended:
                 call = checked_call(scan.name, self._held[scan.start : scan.at], self._tools)
                 if call is None:
                     yield from self._give_up(scan.at)
                     return True
-                yield from self._tell(ReplyPiece("reply", "", call))
+                yield from self._report(ReplyPiece("reply", "", call))
                 self._called += 1
-                self._held, self._scan, self._told = self._held[scan.at :], None, True
+                self._held, self._scan, self._reported_call = self._held[scan.at :], None, True
                 self._searched = self._retries = 0
             elif scan.broken or final or len(self._held) > MAX_CALL_CHARS:
                 yield from self._give_up(scan.at if scan.broken else len(self._held))
@@ -369,19 +369,19 @@ class MarkedReply:
         """The call whose arguments begin next, if they can be reported while they are written."""
         assert self._form is not None
         streaming = self._form.streaming
-        head = None if streaming is None else streaming.head.match(self._held, self._behind_told())
+        head = None if streaming is None else streaming.head.match(self._held, self._end_of_reported())
         name = "" if head is None else next(group for group in head.groups() if group)
         return CallScan(name, head.end()) if head is not None and name in self._tools else None
 
-    def _behind_told(self) -> int:
+    def _end_of_reported(self) -> int:
         """The end of what belongs to the call reported last."""
         assert self._form is not None
-        if not self._told or self._form.streaming is None:
+        if not self._reported_call or self._form.streaming is None:
             return 0
         tail = self._form.streaming.tail.match(self._held)
         return 0 if tail is None else tail.end()
 
-    def _tell(self, piece: ReplyPiece) -> Iterator[ReplyPiece]:
+    def _report(self, piece: ReplyPiece) -> Iterator[ReplyPiece]:
         """Report a part of a call, unless there are too many calls."""
         if self._called < MAX_CALLS:
             yield piece
@@ -390,7 +390,7 @@ class MarkedReply:
         """Report text of the reply, after the break that earlier calls left."""
         if not text:
             return
-        self._said, self._at_line = True, _ends_line(text, self._at_line)
+        self._part_begun, self._at_line = True, _ends_line(text, self._at_line)
         if not text[0].isspace():
             text = self._break + text
         self._replied, self._break = True, ""
@@ -407,16 +407,16 @@ class MarkedReply:
         length: of what is held.
         """
         assert self._form is not None
-        begin = 0 if self._scan is not None else self._behind_told()
-        opened = "" if self._told else self._opened
+        begin = 0 if self._scan is not None else self._end_of_reported()
+        opened = "" if self._reported_call else self._opened
         if self._form.could is not None and self._scan is None:
-            length = begin + (not self._told and not opened.strip())
+            length = begin + (not self._reported_call and not opened.strip())
         text, self._held = opened + self._held[begin:length], self._held[length:]
         self._in_code = opened.strip() == FENCE
-        self._drop_spaces = self._told and not text
-        if self._told:
+        self._drop_spaces = self._reported_call and not text
+        if self._reported_call:
             self._add_break(_spaces(self._opened))
-        self._state, self._said, self._scan = "text", True, None
+        self._state, self._part_begun, self._scan = "text", True, None
         yield from self._reply(text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:

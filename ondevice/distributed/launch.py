@@ -119,11 +119,11 @@ class MlxLauncher:
         names = ", ".join(dict.fromkeys(host.ssh for host in self._hosts[1:]))
         return (
             f"mlx.launch, which counts hosts from the second on, ended with the exit code {code} and said: "
-            f"{self._said()}. Check that ssh reaches {names} without asking for a password, and that "
+            f"{self._last_output()}. Check that ssh reaches {names} without asking for a password, and that "
             f"`{sys.executable} -m ondevice --version` runs there"
         )
 
-    def _said(self) -> str:
+    def _last_output(self) -> str:
         """The last output of the launcher and the ranks."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _SHOWN_CHARS))
@@ -149,7 +149,7 @@ class MlxLauncher:
         self._process.wait()
         with suppress(FileNotFoundError):
             os.unlink(self._file)
-        return self._said()
+        return self._last_output()
 
     def _signal(self, number: signal.Signals, target: int) -> None:
         with suppress(ProcessLookupError):

@@ -299,7 +299,7 @@ class _MessageReader:
 
     def _state(self, section: Section) -> PassState:
         size = self._config.hidden_size
-        copies = [self._values(size) for _ in range(section.integer("copies", 1, 16))]
+        residual_streams = [self._values(size) for _ in range(section.integer("copies", 1, 16))]
         inputs = self._next(np.float32, 2) if section.boolean("inputs") else None
         branches = self._values(size) if section.boolean("branches") else None
         tapped = tuple(self._values(size) for _ in range(section.integer("tapped", 0, MAX_TAPS)))
@@ -313,9 +313,9 @@ class _MessageReader:
             _require_ascending(streams, "tokens with streams")
             pruned = PrunedDraft(list(tokens), list(streams))
         section.close()
-        if len({len(copy) for copy in copies}) > 1:
+        if len({len(copy) for copy in residual_streams}) > 1:
             raise BundleError("copies of the residual have different rows")
-        return PassState(copies, inputs, pruned, branches, tapped)
+        return PassState(residual_streams, inputs, pruned, branches, tapped)
 
     def _values(self, columns: int) -> Array:
         values = self._next(np.float32, 2)

@@ -7,8 +7,9 @@ loading, and with what it has learned from earlier prompts. This module knows no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Final
@@ -28,12 +29,12 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.host import text_tokenizer
-from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
+from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.stats import DraftStats, per_second
 from ondevice.tokenizer import Tokenizer
@@ -44,6 +45,8 @@ ALL_TASKS = "all"
 MIN_TOKENS = 2
 """Fewest tokens of a text. The first comes with the prompt's pass, so one token has no decode pass."""
 WARM_UP_TOKENS = 8
+FILL_SECONDS = 0.0005
+"""Seconds between two steps of reading ahead."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,41 @@ class Comparison:
             "notes": list(self.notes),
             "machine": machine(self.kernel_target),
         }
+
+
+class DrafterSwitch:
+    """One loaded model that drafts with one drafter after another.
+
+    Each drafter begins as if the model had just been loaded for it: offloaded weights are read anew. What a
+    drafter has learned stays for its next turn, and so do the neuron cache's statistics. Memory of drafters
+    that aren't in use is in no plan. If one of them drafts by streams, the engine must have been made with
+    streams.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._made: dict[str, Drafting | None] = {}
+        self._closing = ExitStack()
+
+    def draft_as(self, arm: ResolvedModel) -> None:
+        """Switch to the drafter and the memory plan of `arm`, the same model with another `--speculation`.
+
+        Raises BudgetError, and changes nothing, if the plan doesn't fit. Raises what making a drafter raises.
+        """
+        engine, name = self.engine, arm.runtime.speculation
+        engine.set_plan(arm.plan, emptied=engine.plan.offloads_weights or arm.plan.offloads_weights)
+        if name not in self._made:
+            drafting = self._made[name] = engine.make_drafting(arm, never_cancelled)
+            if drafting is not None:
+                self._closing.callback(drafting.close)
+        engine.draft_with(name, self._made[name])
+        while engine.fill_ahead():
+            time.sleep(FILL_SECONDS)
+
+    def close(self) -> None:
+        """Close every drafter that the switch has made."""
+        self._closing.close()
+        self._made.clear()
 
 
 def compare_drafters(

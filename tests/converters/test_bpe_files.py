@@ -116,8 +116,8 @@ def test_only_splitting_that_is_known_is_taken(
     source: Path, settings: dict[str, Any], model_type: str, known: bool
 ) -> None:
     """Others with such files split a text otherwise, and would get other tokens without a word."""
-    from ondevice.converters.checkpoints.bpe_files import has_bpe_files
     from ondevice.converters.checkpoints.source_folder import SourceFolder
+    from ondevice.converters.checkpoints.tokenizer_files import has_bpe_files
 
     assert has_bpe_files(SourceFolder(source), settings, {"model_type": model_type}) is known
 

@@ -26,8 +26,7 @@ from ondevice.errors import (
 )
 from ondevice.generate import Event
 from ondevice.measure import drafters, plots
-from ondevice.measure.drafter_switch import DrafterSwitch
-from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
+from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, DrafterSwitch, compare_drafters
 from ondevice.measure.prompts import BUILT_IN, Task, paragraphs
 from ondevice.runtime.engine import Engine
 from ondevice.speculation.drafted_text import PassOutcome, _DraftCount
