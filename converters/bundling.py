@@ -204,7 +204,8 @@ def _stored(
 
 def _fidelity(runner: _native.Runner, block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
     """What storing the block did to it, by kind of matrix; empty at 16 bits, where it isn't worth
-    measuring."""
+    measuring.
+    """
     kinds: dict[str, Fidelity] = {}
     for kind, source, quantised, stored in zip(block.kinds, block.rows, rows, block.formats, strict=True):
         if stored.bits != 16:

@@ -1,5 +1,6 @@
 """Chooses the quantisation for `--quant auto`: a quantised checkpoint's own formats, so that codes are
-copied."""
+copied.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def _by_name(
     formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
 ) -> tuple[tuple[str, RowFormat], ...]:
     """`QuantConfig.formats`: each kind's most common format, then the parts and layers that differ from
-    it."""
+    it.
+    """
     named: dict[str, RowFormat] = {}
     for kind in MATRIX_KINDS:
         of_kind = {place: stored for place, stored in formats.items() if place[0] == kind}
@@ -88,7 +90,8 @@ def _common(formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, str, SourceTensor]]:
     """The checkpoint's matrices, each with its kind, layer and part, except down projections of neurons
-    stored as records."""
+    stored as records.
+    """
     config, tensors = checkpoint.config, checkpoint.tensors
     for name, sources in resident_sources(checkpoint):
         kind = matrix_kind(name)

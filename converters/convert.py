@@ -377,7 +377,8 @@ class _Conversion:
         self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
     ) -> Generator[Chunk, None, None]:
         """The blocks that `wanted` selects, layer by layer, each layer rounded just before it is packed; then
-        those of no layer."""
+        those of no layer.
+        """
         rounding = LayerRounding(
             self._checkpoint,
             self._quant,
@@ -418,7 +419,8 @@ class _Conversion:
 
     def _write_records(self, first: Chunk, following: Iterator[Chunk]) -> None:
         """Write the record file that begins with the chunk `first`. When it is complete, its layer can be
-        tried."""
+        tried.
+        """
         self._writer.write_records(first.file, self._data(first.file, _until_last(first, following)))
         if self.trial is not None and first.file in self._neurons:
             self.trial.add(*map(self._writer.written, (RESIDENT, EMBEDDING, first.file)))
@@ -458,7 +460,8 @@ class _Conversion:
 
     def _notes(self) -> tuple[str, ...]:
         """Notes: whether a text rounded the weights, and what happened to quantised ones, by kind of
-        matrix."""
+        matrix.
+        """
         text: tuple[str, ...] = ()
         if self._pieces:
             tokens = "random tokens" if self._is_random else "tokens of a text"

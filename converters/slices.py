@@ -82,7 +82,8 @@ def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
 
 def _written_bytes(bundle: Bundle, folder: Path) -> int:
     """Disk space in bytes that a slice takes in `folder`: its resident file, and record files that can't be
-    linked from another disk."""
+    linked from another disk.
+    """
     names = bundle_files(bundle.config, bundle.manifest.tokenizer)[:-1]
     files, disk = [bundle.file(name) for name in names if name != RESIDENT], _disk(folder)
     copied = [it.nbytes for it in files if _disk(it.path) != disk]

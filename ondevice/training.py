@@ -1,5 +1,6 @@
 """Trains sidecars for a converted bundle: predictors, streams, datastores and calibrations, measured on
-held-out text."""
+held-out text.
+"""
 
 from __future__ import annotations
 

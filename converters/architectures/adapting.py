@@ -1,5 +1,6 @@
 """Steps that turn a family's tensors into those of `tensors.py`, by name, shape and order; each returns a new
-mapping."""
+mapping.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, 
 
 def split_attention(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors, with the fused attention projection and its bias split into queries, keys and values, in
-    this order."""
+    this order.
+    """
     rows = dict(zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True))
     for kind in ("weight", "bias"):
         parts = {f"self_attn.{which}_proj.{kind}": count for which, count in rows.items()}

@@ -74,7 +74,8 @@ def _read(
     reader: ConfigReader,
 ) -> Description:
     """The description of a family with latent attention. defaults, max_context, dense_layers: used where a
-    key is missing."""
+    key is missing.
+    """
     check_code(reader, "deepseek")
     latent = _read_latent(reader, defaults)
     sizes = read_sizes(reader, max_context=max_context, head_dim=latent.turning)
@@ -107,7 +108,8 @@ def _read(
 
 def _read_latent(reader: ConfigReader, defaults: LatentSpec) -> LatentSpec:
     """The sizes of latent attention. A null `q_lora_rank` means that queries are made from a layer's
-    input."""
+    input.
+    """
     without = reader.is_null("q_lora_rank")
     return LatentSpec(
         rank=reader.integer("kv_lora_rank", defaults.rank),
@@ -144,7 +146,8 @@ def _with_experts(
 
 def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
     """DeepSeek V2's experts, chosen by softmax among all experts, or among the groups with the best single
-    ones."""
+    ones.
+    """
     reader.only("scoring_func", "softmax")
     # Some of the authors' code then divides by the sum in the factor's place; no checkpoint asks for it.
     reader.only("norm_topk_prob", False)

@@ -71,7 +71,8 @@ def _by_mlx(reader: ConfigReader) -> Description:
 
 def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
     """The model. attended_in_weights: the multiplier of attention's input that query and key weights already
-    have."""
+    have.
+    """
     sizes = read_sizes(reader, max_context=8192, kv_heads=8)
     for key in ("attention_bias", "mlp_bias", "projectors_bias"):
         reader.only(key, False)
@@ -137,7 +138,8 @@ def _adapt(
     logits: float,
 ) -> Tensors:
     """The tensors by our names. channels: factors of x, b and c. neurons: factors of gates, and of the
-    feed-forward's output."""
+    feed-forward's output.
+    """
     adapted = dict(renamed(tensors, NAMES))
     if (norm := adapted.pop("model.final_layernorm.weight", None)) is not None:
         adapted[FINAL_NORM] = norm

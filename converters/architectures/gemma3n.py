@@ -33,8 +33,8 @@ from ondevice.model_config import MAX_COPIES, AttentionSpec, FeedForwardSpec, La
 GLOBAL_INTERVAL = 5
 """Layers from one global layer to the next, unless the file names each layer's kind."""
 CUT_LAYERS, CUT_SHARE = 10, 0.95
-"""Layers with cutoffs, and the share of gates below them, where a file of more than ten layers says neither.
-"""
+"""Layers with cutoffs, and the share of gates below them, where a file of more than ten layers says
+neither."""
 PER_LAYER_NAMES = {
     "per_layer_input_gate.weight": "per_layer.gate",
     "per_layer_projection.weight": "per_layer.out",
@@ -154,7 +154,8 @@ def own_neurons(count: int, sizes: Sizes) -> int | None:
 
 def key_owners(kinds: list[str], shared: int) -> list[int | None]:
     """For each layer, the layer whose keys and values it reads: the last owner of its kind; None for
-    owners."""
+    owners.
+    """
     first = len(kinds) - shared
     if not 0 <= shared < len(kinds):
         raise UnsupportedModelError(

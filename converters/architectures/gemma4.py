@@ -90,7 +90,8 @@ Heads = dict[str, dict[str, Any]]
 
 def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> Description:
     """The description of a Gemma 4. max_context, window, inputs: the family's defaults; inputs: width of
-    per-layer inputs, 0 if there are none."""
+    per-layer inputs, 0 if there are none.
+    """
     _check_kind(reader)
     sizes = read_sizes(reader, max_context=max_context, kv_heads=4, head_dim=256, heads=8, vocab_size=262144)
     kinds = _kinds(reader, sizes.num_layers)

@@ -89,7 +89,8 @@ def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
 
 def _with_neurons(reader: ConfigReader) -> ConfigReader:
     """A reader whose `intermediate_size` is the number of neurons, computed where the config only implies
-    it."""
+    it.
+    """
     neurons = reader.integer("block_ff_dim", reader.integer("intermediate_size", 12288))
     if not 1 <= neurons <= 2 * SIZE_LIMITS["intermediate_size"]:
         raise CheckpointError(

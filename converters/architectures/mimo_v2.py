@@ -94,7 +94,8 @@ def _read(reader: ConfigReader) -> Description:
 
 def _eps(reader: ConfigReader) -> float:
     """The norms' epsilon: `layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of
-    `transformers`."""
+    `transformers`.
+    """
     eps = reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-5))
     if reader.number("rms_norm_eps", eps) != eps:
         raise CheckpointError(
@@ -191,7 +192,8 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
 
 def _window(reader: ConfigReader) -> int:
     """Tokens that a query sees, itself included. The authors' `sliding_window_size` is one less: their code
-    for SGLang counts the tokens before the query."""
+    for SGLang counts the tokens before the query.
+    """
     window = reader.integer("sliding_window", WINDOW)
     if reader.has("sliding_window_size") and not reader.is_null("sliding_window_size"):
         window = reader.integer("sliding_window_size") + 1

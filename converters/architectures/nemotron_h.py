@@ -175,7 +175,8 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
 
 def _paired(kinds: Sequence[str]) -> list[Layer]:
     """The layers that the blocks form. Raises UnsupportedModelError for a feed-forward without a mixer before
-    it."""
+    it.
+    """
     pairs: list[Layer] = []
     for block, kind in enumerate(kinds):
         if kind in MIXERS:

@@ -204,7 +204,8 @@ def read_section(
 
 def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
     """The scaling of frequencies from a context of `original` tokens to one of `max_context`; None for
-    none."""
+    none.
+    """
     if original < 1:
         raise CheckpointError(
             f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
@@ -314,7 +315,8 @@ def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: Ro
 
 def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
     """A frequency scaled by yarn: between divided and unchanged, by how often the pair turns in the original
-    context."""
+    context.
+    """
 
     def pair_with(turns: float) -> float:
         """The fractional index of the pair that turns `turns` times in the original context."""

@@ -46,7 +46,8 @@ def _half(blocks: Bytes, offset: int) -> Float32:
 
 def _nibbles(packed: Bytes, group: int) -> Bytes:
     """(n, 2B) codes of B bytes. Each stretch of `group` bytes gives its low nibbles first, then the high
-    ones."""
+    ones.
+    """
     stretches = packed.reshape(len(packed), -1, 1, group)
     codes = np.empty((len(packed), stretches.shape[1], 2, group), dtype=np.uint8)
     np.bitwise_and(stretches, 15, out=codes[:, :, :1])
@@ -56,7 +57,8 @@ def _nibbles(packed: Bytes, group: int) -> Bytes:
 
 def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
     """(n, 4B) 2-bit codes of B bytes. Each stretch of bytes gives its lowest two bits first, then the next
-    two."""
+    two.
+    """
     stretches = packed.reshape(len(packed), -1, 1, stretch)
     shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
     codes: Bytes = (stretches >> shifts) & np.uint8(3)
@@ -157,7 +159,8 @@ def _q5_k(blocks: Bytes, out: Float32) -> None:
 
 def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
     """(n, 8) d sc and -(m mn). The first four are 6 bits of a byte, the last four have their high bits
-    there."""
+    there.
+    """
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
     offsets = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)

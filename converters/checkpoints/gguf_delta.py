@@ -93,7 +93,8 @@ def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """The keys of delta rules and of experts. Files don't say that weights are divided by their sum, as in
-    all published models."""
+    all published models.
+    """
     keys = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
     return {**keys, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
 

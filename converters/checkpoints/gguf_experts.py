@@ -129,7 +129,8 @@ def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
     """The tensors, with each layer's stacked biases, (experts, rows), split. `{}` in `name` is an expert's
-    number."""
+    number.
+    """
     restored = dict(tensors)
     for layer, spec in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
@@ -151,7 +152,8 @@ def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
     """Raises CheckpointError unless each layer has its experts' `gate`, `up` or `down`, stacked or one by
-    one."""
+    one.
+    """
     names = EXPERT_NAMES[config.architecture]
     for layer, spec in enumerate(config.layers):
         known = (names.merged(which), *names.of(which)(0))
@@ -164,7 +166,8 @@ def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
 
 def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: str) -> None:
     """Raises CheckpointError unless a layer's stack `merged`, named `stored` in files, has the right
-    shape."""
+    shape.
+    """
     for layer, spec in enumerate(config.layers):
         stack = tensors.get(f"model.layers.{layer}.{merged}")
         if spec.experts is None or stack is None:
@@ -244,7 +247,8 @@ def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def _neurons(metadata: Metadata, values: Values) -> int:
     """Number of an expert's neurons. Older files lack it; a token's experts then have a dense layer's neurons
-    together."""
+    together.
+    """
     used = max(1, metadata.integer("expert_used_count"))
     return metadata.integer("expert_feed_forward_length", values["intermediate_size"] // used)
 
@@ -266,7 +270,8 @@ def granitemoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Phi-3.5-MoE's keys: those of Phi-3, and of experts. The sparsemixer's jitter isn't in files; it is the
-    same in all models."""
+    same in all models.
+    """
     always_renormalised(metadata)
     return {
         **expert_keys(metadata, "num_local_experts", values["intermediate_size"]),
@@ -291,7 +296,8 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """gpt-oss's keys. The activation's constants aren't in files and are the same in all models; yarn's range
-    isn't widened to whole pairs."""
+    isn't widened to whole pairs.
+    """
     scaling = values["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
         scaling = {**scaling, "truncate": False}

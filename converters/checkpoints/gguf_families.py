@@ -91,11 +91,11 @@ from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-"""Names of the tensors by which rotary frequencies are divided: beyond the original context, and within it.
-"""
+"""Names of the tensors by which rotary frequencies are divided: beyond the original context, and within
+it."""
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Hugging Face's names of tensors outside the blocks, by those in GGUF files, without `.weight` or `.bias`.
-"""
+"""Hugging Face's names of tensors outside the blocks, by those in GGUF files, without `.weight` or
+`.bias`."""
 BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -529,6 +529,5 @@ GGUF_FAMILIES = {
 """Families by value of `general.architecture`.
 
 Mistral's models say llama, and are marked by a sliding window where the file has one; Mixtral's too, which
-have experts.
-"""
+have experts."""
 MIXTRAL = _with_experts("mixtral", mixtral_keys, interleaved=True, bias_key="")

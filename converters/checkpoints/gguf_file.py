@@ -193,7 +193,8 @@ def read_header(file: SourceFile) -> GgufHeader:
 
 def _placed(reader: _HeaderReader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
     """The entries with offsets from the start of the file. Raises CheckpointError unless tensors follow one
-    another, aligned."""
+    another, aligned.
+    """
     data = -(-reader.at // alignment) * alignment
     expected = 0
     placed = {}
@@ -229,7 +230,8 @@ class _HeaderReader:
 
     def need(self, nbytes: int, what: str) -> int:
         """Read until the next `nbytes` bytes are in memory, and step over them. Returns their offset in
-        memory."""
+        memory.
+        """
         start, end = self.at, self.at + nbytes
         if end > self._limit:
             raise self.unsound(
@@ -318,7 +320,8 @@ class _HeaderReader:
     @staticmethod
     def _scalar(values: NDArray[Any], kind: int) -> Value:
         """The single value of `values`. A float32 becomes the shortest decimal that rounds to it: 1e-5 stays
-        1e-5."""
+        1e-5.
+        """
         if kind == _FLOAT32:
             return float(str(values[0]))
         value: Value = values[0].item()

@@ -34,7 +34,8 @@ GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 def gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Gemma 2's keys. Files lack the scale of scores; llama.cpp recognises the largest model by its number of
-    layers."""
+    layers.
+    """
     width = values["hidden_size"] // values["num_attention_heads"]
     largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
     window = metadata.integer("attention.sliding_window", 0)
@@ -83,7 +84,8 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """Gemma 4's keys. Layers differ: global ones in their heads, those with shared keys in their number of
-    neurons."""
+    neurons.
+    """
     layers, shared = values["num_hidden_layers"], metadata.integer("attention.shared_kv_layers", 0)
     if not 0 <= shared < layers <= SIZE_LIMITS["num_layers"]:
         raise CheckpointError(
@@ -200,7 +202,8 @@ def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Gemma 4's tensors, with scales of layers, router inputs and expert outputs renamed as in
-    checkpoints."""
+    checkpoints.
+    """
     restored = dict(tensors)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."

@@ -63,7 +63,8 @@ def _lacks_groups(header: GgufHeader) -> bool:
 
 def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
     """Notes on what a file doesn't say about the choice of experts and was taken from the published
-    models."""
+    models.
+    """
     experts = config.experts
     if experts is None or not _lacks_groups(header):
         return ()

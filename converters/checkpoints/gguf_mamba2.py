@@ -215,7 +215,8 @@ def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
 
 def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
     """The one number that all layers with any share; 1 if none has. Raises UnsupportedModelError if they
-    differ."""
+    differ.
+    """
     distinct = sorted(set(numbers) - {0})
     if len(distinct) > 1:
         raise UnsupportedModelError(

@@ -174,7 +174,8 @@ def _of_metadata(
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
     """Frequencies divided by a file's factors, one for each pair that turns, as Llama 3's scaling is
-    stored."""
+    stored.
+    """
     if rope.long_frequencies:
         raise CheckpointError(
             f"{file} has {factors.name} beside {SHORT_FACTORS} and {LONG_FACTORS}; a model has one or "
@@ -348,7 +349,8 @@ def _selected(
     header: GgufHeader, family: GgufFamily, description: Description, stored: Mapping[str, Stored]
 ) -> dict[str, SourceTensor]:
     """The model's tensors by the names of `tensors.py`. Raises CheckpointError unless exactly those that the
-    metadata imply are there."""
+    metadata imply are there.
+    """
     config = description.config
     names = _names(family, stored)
     unknown = set(stored) - set(names.values()) - family.factors - {ROPE_FACTORS}

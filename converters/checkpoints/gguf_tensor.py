@@ -232,7 +232,8 @@ class QuantizedTensor:
 @dataclass(frozen=True)
 class GgufColumns:
     """Columns [start, stop) of blocks `data` (C, B * bytes), as an `EncodedColumns`. start: a multiple of
-    16."""
+    16.
+    """
 
     type: TensorType
     data: NDArray[np.uint8]

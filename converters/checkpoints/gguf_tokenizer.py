@@ -254,7 +254,8 @@ def _splitting(header: GgufHeader) -> Splitting:
 
 def _spelled(unknown: str | None) -> dict[str, Any]:
     """The rules of Gemma 4's BPE: a text is merged without splitting, spaces are marks, and unknown
-    characters become bytes."""
+    characters become bytes.
+    """
     back = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK},
@@ -282,7 +283,8 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: di
 
 def _check_same(files: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
     """Raises CheckpointError if a `tokenizer.json` beside the file has other tokens than the file's
-    metadata."""
+    metadata.
+    """
     document = json.loads(files.blobs[TOKENIZER_FILES["tokenizers"]])
     vocabulary: dict[str, int] = document["model"]["vocab"]
     for token, (text, kind) in enumerate(tokens):

@@ -106,7 +106,8 @@ def open_config(folder: SourceFolder) -> Checkpoint:
 
 def describe_model(values: Mapping[str, Any]) -> Description:
     """The model of a folder's `config.json`, whatever the storage of its tensors. Raises what `describe`
-    raises."""
+    raises.
+    """
     return describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
 
 

@@ -178,7 +178,8 @@ class MlxTensor:
 
     def _powers(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
         """mxfp4's scales, powers of two, of rows [start, stop) and groups [first, last). Raises
-        CheckpointError for the code of NaN."""
+        CheckpointError for the code of NaN.
+        """
         exponents = self.scales.row_bytes(start, stop, first, last)
         if (exponents == E8M0_NAN).any():
             raise CheckpointError(

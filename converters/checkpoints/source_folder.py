@@ -50,7 +50,8 @@ class SourceFolder:
 
     def _revision(self) -> str:
         """The repository and the start of the revision under which a Hugging Face cache has the folder, or
-        ''."""
+        ''.
+        """
         if self._snapshot is None or not self._snapshot.parent.parent.name.startswith("models--"):
             return ""
         repository = self._snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")

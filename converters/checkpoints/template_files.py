@@ -87,6 +87,7 @@ def checked_template(source: str) -> bytes:
 
 def _choosing(plain: str, with_tools: str) -> str:
     """A template that chooses between two. The last line feed of each is dropped, as at the end of any
-    template."""
+    template.
+    """
     first, second = (text.removesuffix("\n") for text in (with_tools, plain))
     return f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"

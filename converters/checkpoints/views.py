@@ -216,7 +216,8 @@ class ColumnsOf(View):
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
         """Codes of rows [start, stop) with whole groups of columns, and their scales, reordered; None where
-        codes can't be kept."""
+        codes can't be kept.
+        """
         size = _columns_together(stored)
         rows = None if self.unit % size else self.source.quantized_rows(start, stop, stored)
         if rows is None:

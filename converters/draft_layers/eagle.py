@@ -239,7 +239,8 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
 
 def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Weights]:
     """The values of the expected tensors. Raises CheckpointError for missing, surplus and wrongly shaped
-    ones."""
+    ones.
+    """
     missing = sorted(set(expected) - set(raw))
     if missing:
         raise CheckpointError(

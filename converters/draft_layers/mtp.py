@@ -51,8 +51,7 @@ TYPES_AHEAD = tuple(family.model_type for family in (QWEN3_NEXT, QWEN3_5, QWEN3_
 """Families whose published checkpoints have such layers, even if their configs don't say so."""
 SEVERAL_LAYERS = (MIMO_V2_FLASH.model_type,)
 """Families with several such layers, of which the first drafts again and again; their hidden states are those
-that no norm has seen.
-"""
+that no norm has seen."""
 SAME_SIZES = (
     "architecture",
     "hidden_size",

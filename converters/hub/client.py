@@ -291,7 +291,8 @@ class PartStream:
 
     def _require_pace(self, waited: float, nbytes: int) -> None:
         """Add a wait in seconds that brought bytes, and give up a slow connection. Time between reads doesn't
-        count."""
+        count.
+        """
         self._waited += waited
         self._arrived += nbytes
         if self._waited > STALL_SECONDS:

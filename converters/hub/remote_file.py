@@ -57,7 +57,8 @@ class RemoteFile(SourceFile):
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
         """Declare the tensors; a read goes on to the end of its tensor, for the reads that follow. The header
-        isn't kept."""
+        isn't kept.
+        """
         self._head = b""
         self._tensors = sorted((start, stop, name) for name, (start, stop) in tensors.items() if stop > start)
 

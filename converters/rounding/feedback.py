@@ -92,7 +92,8 @@ class Inputs:
 @dataclass(frozen=True)
 class Factor:
     """The factor by which errors are fed back among the inputs `picks`, (n,), in this order. values: (n,
-    n)."""
+    n).
+    """
 
     picks: NDArray[np.int64]
     values: Float32
@@ -185,7 +186,8 @@ def _rounded(
     by_row: bool = False,
 ) -> RoundedRows:
     """Weights (R, C), rounded in this format, with errors fed back along their columns, or `by_row` along
-    their rows."""
+    their rows.
+    """
     weights = np.ascontiguousarray(weights)
     layout = RowLayout(weights.shape[1], *stored)
     codes = np.empty((len(weights), layout.codes_bytes), np.uint8)

@@ -169,7 +169,8 @@ class LayerRounding:
 
     def head(self) -> dict[str, RoundedRows]:
         """The rounded head, which may be the embedding, and all that belongs to no layer, once all layers
-        have run."""
+        have run.
+        """
         self._on_step("rounding the head")
         config, inputs = self._checkpoint.config, Inputs()
         self._per_layer.clear()

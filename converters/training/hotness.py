@@ -26,7 +26,8 @@ COUNTED_TOKENS = 256
 
 def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> list[Float32]:
     """For each layer, (F,) share of the first `tokens` recorded tokens, at least one, that make a neuron
-    fire."""
+    fire.
+    """
     return [_share(activations.fired(layer)[:tokens], neurons) for layer, neurons in enumerate(config.widths)]
 
 

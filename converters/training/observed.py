@@ -14,13 +14,13 @@ from ondevice.model_config import FeedForwardSpec
 Observer = Callable[[int, Float32, Float32], None]
 """A function of a layer's index, its gates' inputs (T, D), and the gates (T, F) before the activation.
 
-The arrays are valid until it returns. The tokens of a layer come in order.
-"""
+The arrays are valid until it returns. The tokens of a layer come in order."""
 
 
 class Observed:
     """Mix-in for a backend, placed first among the bases, whose feed-forward multiplies and reports every
-    neuron."""
+    neuron.
+    """
 
     feed_forwards: list[Any]
     dense_feed_forward: Callable[..., Any]

@@ -178,7 +178,8 @@ class _Pairs:
 
     def _json(self, text: str, at: int) -> tuple[re.Match[str] | None, Any]:
         """The rest after the JSON at `at`, and its value; None if there is no JSON or something else
-        follows."""
+        follows.
+        """
         try:
             value, end = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
@@ -205,7 +206,8 @@ def _typed(text: str, schema: Any) -> Any:
 
 def _xml_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
     """Calls as `<function=NAME>` with a `<parameter=NAME>` for each argument; and whether a JSON one is
-    incomplete."""
+    incomplete.
+    """
     at, calls = 0, []
     text = text.rstrip()
     while at < len(text):

@@ -191,7 +191,8 @@ def changed_parts(text: str, change: Callable[[str], str]) -> str:
 
 def marked(value: Any, mark: str) -> Any:
     """JSON data with `mark`, a character that it doesn't contain, around every string; `unmarked` removes
-    it."""
+    it.
+    """
     if isinstance(value, str):
         return f"{mark}{value}{mark}"
     if isinstance(value, dict):

@@ -15,14 +15,13 @@ Message = Mapping[str, Any]
 """A message: its `role` (a lower-case word such as system, user or assistant) and its `content`, a string.
 
 An assistant's may have `tool_calls` and, with them, the `thinking` before them. One of role `tool` has the
-`tool_call_id` of the call that it answers.
-"""
+`tool_call_id` of the call that it answers."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 """Words by which templates distinguish messages."""
 _MESSAGE_KEYS, _TOOL_KEYS = 3, 2
-"""Keys that are the interface's, level by level: a message's, its calls' and their functions'; a tool's and
-its function's."""
+"""Keys whose names are fixed, by nesting level: of a message, its calls and their functions; of a tool and
+its function."""
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
 # Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]

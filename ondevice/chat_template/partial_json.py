@@ -47,7 +47,8 @@ class JsonScan:
 
     def _token(self, text: str, at: int) -> int:
         """The end of the spaces, sign or scalar at `at`; `at` itself if it is incomplete or breaks the
-        value."""
+        value.
+        """
         spaces = _SPACES.match(text, at)
         if spaces is not None and spaces.end() > at:
             return spaces.end()

@@ -21,7 +21,8 @@ _GAP = "\n\n"
 
 def is_usual(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether roles come in an order that every template accepts: instructions first, and no role but results
-    twice in a row."""
+    twice in a row.
+    """
     roles = [message["role"] for message in messages]
     later = any(role in INSTRUCTIONS for role in roles[1:])
     return not later and not any(role in _JOINED and role == after for role, after in pairwise(roles))

@@ -340,7 +340,8 @@ class MarkedReply:
 
     def _stream(self, final: bool) -> Generator[ReplyPiece, None, bool]:
         """Report calls with JSON arguments while they are written. Returns True if one broke off, and is
-        text."""
+        text.
+        """
         while True:
             if self._scan is None:
                 self._scan = self._begun()

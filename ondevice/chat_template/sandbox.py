@@ -269,7 +269,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, charged for its arguments' sizes before each call, and for its result's size after
-        it."""
+        it.
+        """
 
         @wraps(function)
         def charged(*args: Any, **kwargs: Any) -> Any:

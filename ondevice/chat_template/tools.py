@@ -41,7 +41,8 @@ class Tool:
 
     def to_dict(self) -> dict[str, Any]:
         """The tool in the form that templates take. Absent fields are empty, as some templates don't
-        check."""
+        check.
+        """
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 

@@ -28,7 +28,8 @@ Proposals = Iterable[tuple[int, float]]
 
 class Gate(Protocol):
     """Separates the reply, to which the constraint applies, from thinking, as in
-    `chat_template/replies.py`."""
+    `chat_template/replies.py`.
+    """
 
     @property
     def kind(self) -> str:

@@ -72,7 +72,8 @@ class Constraint:
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
         """A constraint to texts that a regular expression matches completely, in the syntax of Rust's `regex`
-        crate."""
+        crate.
+        """
         return cls("regex", pattern)
 
     @classmethod

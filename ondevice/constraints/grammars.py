@@ -50,8 +50,7 @@ LIMITS = {
 """llguidance's limits, except for states, which take up to 1.2 KB each, and initial fuel.
 
 Half as many states did for random texts of 106 of others' schemas, with 151,643 tokens. With a fuel of
-1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused.
-"""
+1,000,000, `((a{1000}){1000}){1000}` took 141 MB and four times as long before it was refused."""
 _NO_TEXT = "it allows no text in this model's tokens"
 _PLAIN_PREFIX = "\x02"
 """Text that tokenizers don't merge with what follows. After it, no space is added for a text's beginning."""
@@ -205,7 +204,8 @@ class _Spelling:
 
     def __call__(self, text: str) -> list[int]:
         """Ids of a text inside another. Raises TypeError for bytes, by which the wrapper learns to pass
-        texts."""
+        texts.
+        """
         if not isinstance(text, str):
             raise TypeError("a str is needed")
         ids = self._encode(_PLAIN_PREFIX + text)

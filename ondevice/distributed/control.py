@@ -46,7 +46,8 @@ class Hello:
 @dataclass(frozen=True)
 class Go:
     """Rank 0's answer once every rank is there. dram_budget: of the receiving rank; "" for its machine's
-    default."""
+    default.
+    """
 
     ring: tuple[tuple[str, ...], ...]
     dram_budget: str

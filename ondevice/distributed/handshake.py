@@ -161,7 +161,7 @@ def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> Res
 
 
 def card(bundle: Bundle, runtime: RuntimeConfig) -> RankCard:
-    """The card of this rank. runtime: rank 0's options, settled."""
+    """What this rank has, to be compared with other ranks. runtime: rank 0's options, settled."""
     first = bundle.config.part.first
     return RankCard(
         model_digest(bundle.manifest),

@@ -11,7 +11,8 @@ from ondevice.errors import OndeviceError
 
 def take_place() -> int | None:
     """Run as a supervisor and return its exit code; or return None, after joining a supervisor if there is
-    one."""
+    one.
+    """
     from ondevice.distributed.supervisor import say, supervise
 
     try:

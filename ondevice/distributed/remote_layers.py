@@ -107,7 +107,8 @@ class RemoteLayers:
     @contextmanager
     def _exchange(self) -> Iterator[None]:
         """A context for messages. What was sent can't be taken back, so after a failure no pass may
-        follow."""
+        follow.
+        """
         self._ended = True
         try:
             yield

@@ -56,7 +56,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 class Launcher(Protocol):
     """The starter of the other ranks, if this supervisor started them. `pid`: its process, which stays to the
-    end."""
+    end.
+    """
 
     pid: int
 
@@ -109,7 +110,8 @@ def supervise(
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process in bytes; 0 if the system doesn't tell. `ondevice.units` would add a
-    MB."""
+    MB.
+    """
     try:
         if sys.platform == "linux":
             with open(f"/proc/{pid}/status") as file:
@@ -130,7 +132,8 @@ def say(message: str) -> None:
 
 class Supervisor:
     """The supervisor of one rank: `gather` or `connect`, then `watch` until it raises EndedError, then
-    `end`."""
+    `end`.
+    """
 
     def __init__(self, place: RankPlace, launcher: Launcher | None) -> None:
         self.place, self.launcher = place, launcher
@@ -201,7 +204,8 @@ class Supervisor:
 
     def _hello(self, link: Link) -> Hello | None:
         """The greeting of an unidentified connection, if it is a rank's; others are closed. Raises RankError
-        if ranks differ."""
+        if ranks differ.
+        """
         try:
             messages = link.receive()
         except RankError:

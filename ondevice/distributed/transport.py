@@ -251,7 +251,8 @@ class MlxTransport:
 
     def _send_all(self) -> None:
         """The sending thread: send what is queued. After a failure messages are dropped, so that none
-        waits."""
+        waits.
+        """
         while (message := self._queue.get()) is not None:
             if self._failure is None:
                 try:

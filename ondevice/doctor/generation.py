@@ -36,8 +36,7 @@ OTHER_TOLERANCE = 0.25
 """Tolerance, in logits, of the backends not in TOLERANCES. A token may differ if its margin is below it.
 
 `cpu` has equal bits on every machine. The others multiply activations that aren't rounded to 8 bits: on the
-model that ships, `reference` moves the difference of two logits by 0.02 in the median and by 0.11 at most.
-"""
+model that ships, `reference` moves the difference of two logits by 0.02 in the median and by 0.11 at most."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,8 @@ def _dense_rows(dense: ResolvedModel) -> dict[str, tuple[ResolvedModel, FetchOpt
 
 def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
     """The model under the smallest budget that keeps half of the neurons in memory, or its budget if that is
-    smaller."""
+    smaller.
+    """
     plan = dense.plan
     wanted = plan.segment.least + (plan.segment.total - plan.segment.least) // 2
 

@@ -56,7 +56,8 @@ Part = Callable[[], Bytes]
 
 class RunName(NamedTuple):
     """The name of a run of `tokens` tokens. parent, digest: digests of the text before the run, and with
-    it."""
+    it.
+    """
 
     parent: str
     digest: str

@@ -114,7 +114,8 @@ class CacheFolder:
 
     def _held(self) -> list[_Held]:
         """All files of the cache, of every binding, after removing files that killed processes left
-        half-written."""
+        half-written.
+        """
         files: list[_Held] = []
         for folder in _listed(self._folder):
             if _BINDING.fullmatch(folder.name) is None or not folder.is_dir(follow_symlinks=False):

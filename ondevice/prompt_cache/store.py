@@ -129,7 +129,8 @@ class PromptCache:
 
     def write(self, kv: SequenceState) -> Iterator[None]:
         """Write all runs of kv that aren't stored, as far as there is room. Pauses between pieces, as
-        `restore` does."""
+        `restore` does.
+        """
         at, begun = 0, time.monotonic()
         self.touch(kv)
         while (written := self.write_next(kv, at)) > at:
@@ -243,7 +244,8 @@ class PromptCache:
 
     def _write(self, kv: SequenceState, name: RunName, stop: int, before: Collection[RunName]) -> bool:
         """Write a run that ends at `stop` tokens. Returns False if there is no room for it beside those
-        before it. Raises OSError."""
+        before it. Raises OSError.
+        """
         start = stop - name.tokens
         tokens, sizes = kv.tokens[start:stop], kv.part_sizes(start, stop)
         parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]
