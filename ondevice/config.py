@@ -246,8 +246,6 @@ class RuntimeOptions(TypedDict, total=False):
     experts: int
     speculation: Speculation
     draft_model: str | os.PathLike[str]
-    draft_streams: int
-    draft_pruning: float
     draft_head: int
     kv_bits: Literal[16, 8]
     max_context: int
@@ -286,11 +284,6 @@ class RuntimeConfig:
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
-    draft_streams: int = 0
-    """Streams that draft, from the first on. 0 means all that the model has."""
-    draft_pruning: float = 0.0
-    """Least chance with which a draft token enters the layers of streams, as their pruning adapter estimates
-    it there. 0 prunes nothing."""
     draft_head: int = 0
     """Tokens that streams and `speculation="resident"` choose from: the most frequent ones of the text that
     `train` counted. 0 means the whole vocabulary."""
@@ -333,10 +326,6 @@ class RuntimeConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-        if not _is_number(self.draft_pruning) or not 0.0 <= self.draft_pruning < 1.0:
-            raise UsageError(
-                f"draft_pruning is {self.draft_pruning!r}; it must be a number from 0 to below 1"
-            )
         if not _is_number(self.pass_seconds) or not 0.0 <= self.pass_seconds <= MAX_PASS_SECONDS:
             raise UsageError(
                 f"pass_seconds is {self.pass_seconds!r}; it must be a number from 0 to {MAX_PASS_SECONDS:g}"
@@ -388,7 +377,6 @@ def _is_path(value: str | os.PathLike[str]) -> bool:
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
     "experts": (0, MAX_CHOSEN),
-    "draft_streams": (0, MAX_STREAMS),
     "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (0, MAX_PREFILL_CHUNK),

@@ -266,8 +266,7 @@ class Generator:
             verified, text = draft, None
         else:
             meter.passes += 1
-            draft, nodes = draft if text is None else text.draft, answer.output.tokens
-            verified = draft if len(nodes) == len(draft) else draft.only(nodes)
+            verified = draft = draft if text is None else text.draft
         started, found = time.perf_counter(), answer.output
         path: list[int] = []
         logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
@@ -278,7 +277,7 @@ class Generator:
             if kv.length > start:
                 self.transformer.keep(kv, start, path)
         if len(draft) > 1:
-            self.transformer.accept(answer.batch, [answer.first + found.tokens[node] for node in path])
+            self.transformer.accept(answer.batch, [answer.first + node for node in path])
         if text is not None:
             drawing = time.perf_counter() - started
             self._observe(written, PassOutcome(verified, path, found, answer.seconds, written.ended, drawing))
@@ -403,7 +402,7 @@ def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> 
             continue
         tree = draft.tree if len(draft) > 1 else None
         batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
-        found.append(Drafted(batch, None if text is None else text.prune))
+        found.append(Drafted(batch, None if text is None else text.streamed))
     return found
 
 

@@ -265,7 +265,6 @@ class MultiStreamKeywords(TypedDict, total=False):
     layers: int
     attention_rank: int
     feed_forward_rank: int
-    pruning_rank: int
     most_of_model: float
     bits: Literal[4, 8, 16]
     tokens: int

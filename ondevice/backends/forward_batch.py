@@ -29,8 +29,6 @@ class ForwardBatch:
     """Whether only the last token's results are wanted."""
     silent: bool = False
     """Whether no results are wanted: the pass only adds its tokens. It may still have some."""
-    unpruned: Sequence[int] | None = None
-    """The place of each row of `drafted` among them before some were pruned; None if none were."""
 
     @property
     def text_rows(self) -> Sequence[int]:
@@ -38,13 +36,8 @@ class ForwardBatch:
         drafted = set(self.drafted)
         return [row for row in range(len(self.tokens)) if row not in drafted]
 
-    @property
-    def draft_places(self) -> Sequence[int]:
-        """The place of each draft token among those of the pass, pruned ones included."""
-        return range(len(self.drafted)) if self.unpruned is None else self.unpruned
-
     def accepted(self, rows: Sequence[int]) -> list[int]:
-        """Those of `rows` that are draft tokens, by their places among them. No token has been pruned."""
+        """Those of `rows` that are draft tokens, by their places among them."""
         places = {row: place for place, row in enumerate(self.drafted)}
         return [places[row] for row in rows if row in places]
 
@@ -53,19 +46,18 @@ class ForwardBatch:
         """Number of exact rows; they come first. All neurons that they select are read."""
         return 0 if self.resident_only else len(self.tokens)
 
-    def pruned(self, kept: Sequence[int], tree: TokenTree, stream_rows: int) -> ForwardBatch:
-        """The batch after pruning: the tokens in rows `kept` (ascending), followed by rows of streams.
-
-        tree: how all remaining rows follow each other.
-        """
-        places = {row: place for place, row in enumerate(self.drafted)}
+    def with_streams(self, streamed: Sequence[int], count: int) -> ForwardBatch:
+        """The batch with `count` rows of streams, one path, behind each of the tokens in rows `streamed`."""
+        size = len(self.tokens)
+        parents = list(range(-1, size - 1)) if self.tree is None else self.tree.parents.tolist()
+        for token in streamed:
+            parents += [token, *range(len(parents), len(parents) + count - 1)]
         return ForwardBatch(
-            [self.tokens[row] for row in kept],
-            tree,
-            drafted=[target for target, row in enumerate(kept) if row in places],
-            stream_rows=stream_rows,
+            self.tokens,
+            TokenTree(parents),
+            drafted=self.drafted,
+            stream_rows=len(parents) - size,
             resident_only=self.resident_only,
-            unpruned=[places[row] for row in kept if row in places],
         )
 
     def last_row(self) -> ForwardBatch:

@@ -150,7 +150,7 @@ def part_streams(streams: MultiStreams, own: slice) -> MultiStreams:
         return replace(streams, first_layer=first, begins=False)
     if first >= 0 and streams.begins:
         return replace(streams, first_layer=first)
-    return replace(streams, first_layer=max(0, first), pruning_rank=0, begins=False)
+    return replace(streams, first_layer=max(0, first), begins=False)
 
 
 def part_expert_use(use: ExpertUse, config: ModelConfig, part: ModelConfig) -> ExpertUse | None:

@@ -31,7 +31,7 @@ from ondevice.model_config import ModelConfig
 
 STREAMS = "streams.safetensors"
 STREAMS_MANIFEST = "streams.json"
-STREAMS_VERSION = 1
+STREAMS_VERSION = 2
 STREAMS_SIDECAR = Sidecar(
     "streams",
     STREAMS_MANIFEST,
@@ -41,9 +41,7 @@ STREAMS_SIDECAR = Sidecar(
 )
 _LOSSLESS = re.compile(rb'"mode"\s*:\s*"lossless"')
 MAX_ADAPTER_RANK = 1024
-MAX_PRUNING_RANK = 64
 EMBEDDINGS = "embeddings"
-PRUNING = "pruning"
 
 MultiStreamMode = Literal["lossless", "shared"]
 
@@ -57,12 +55,11 @@ class MultiStreams:
     bits: width of the matrices' codes.
     streams: number of streams of a token.
     first_layer: the first layer with adapters; all later layers have them too.
-    pruning_rank: 0 if there is no pruning adapter.
     trained_tokens, measured_tokens: lengths of the texts.
     acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right where all
         streams before it do.
     crcs: CRC32C of each MiB of the file with the tensors.
-    begins: whether streams enter in `first_layer`, where their embeddings and the pruning adapter are; else
+    begins: whether streams enter in `first_layer`, where their embeddings are; else
         they come in with the tokens, from a slice of the model with earlier layers, or are in a later slice's
         layers alone: then `first_layer` is behind these.
     part_of: in a slice, `parts.sidecar_digest` of the whole model's.
@@ -75,7 +72,6 @@ class MultiStreams:
     first_layer: int
     attention_rank: int
     feed_forward_rank: int
-    pruning_rank: int
     trained_tokens: int
     measured_tokens: int
     acceptance: tuple[float, ...]
@@ -96,18 +92,15 @@ class MultiStreams:
             matrices |= _low_rank(f"{prefix}.qkv", hidden, rank, config.qkv_size)
             matrices |= _low_rank(f"{prefix}.out", config.query_size, rank, hidden)
             matrices |= _low_rank(f"{prefix}.feed_forward", hidden, self.feed_forward_rank, hidden)
-        if self.pruning_rank and self.begins:
-            matrices |= _low_rank(PRUNING, hidden, self.pruning_rank, hidden)
         return matrices
 
     def adapter_parameters(self, config: ModelConfig) -> int:
         """Number of logical parameters of the adapters in all stream layers."""
-        matrices = self.matrices(config).items()
-        return sum(rows * cols for name, (rows, cols) in matrices if not name.startswith(f"{PRUNING}."))
+        return sum(rows * cols for rows, cols in self.matrices(config).values())
 
     def embedding_parameters(self, config: ModelConfig) -> int:
-        """Number of logical parameters of the stream embeddings and the pruning adapter."""
-        return (self.streams + 2 * self.pruning_rank) * config.hidden_size
+        """Number of logical parameters of the stream embeddings."""
+        return self.streams * config.hidden_size
 
 
 def medusa_parameters(config: ModelConfig, heads: int) -> int:
@@ -126,7 +119,7 @@ def _low_rank(name: str, cols: int, rank: int, rows: int) -> dict[str, tuple[int
 
 
 def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, TensorSpec]:
-    """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer, pruning."""
+    """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer."""
     tensors: dict[str, TensorSpec] = {}
     if streams.begins:
         tensors[EMBEDDINGS] = TensorSpec("F32", (streams.streams, config.hidden_size))
@@ -180,7 +173,6 @@ def _parse(section: Section, config: ModelConfig) -> MultiStreams:
         first_layer=section.integer("first_layer", 0, (config.part.layers or config.num_layers) - 1),
         attention_rank=section.integer("attention_rank", 1, MAX_ADAPTER_RANK),
         feed_forward_rank=section.integer("feed_forward_rank", 1, MAX_ADAPTER_RANK),
-        pruning_rank=section.integer("pruning_rank", 0, MAX_PRUNING_RANK),
         trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
         acceptance=section.numbers("acceptance", MAX_STREAMS, 0.0, 1.0),
@@ -205,8 +197,8 @@ def _check_place(streams: MultiStreams, config: ModelConfig) -> None:
         raise BundleError(f"streams.first_layer is {first}; the last of these layers is {own - 1}")
     if streams.begins or first >= own:
         return
-    if first or streams.pruning_rank or not config.part.first:
+    if first or not config.part.first:
         raise BundleError(
-            "streams.begins is false, which it is in slices of later layers, with adapters from the first on "
-            "and no pruning adapter, and in slices of earlier ones"
+            "streams.begins is false, which it is in slices of later layers, with adapters from the first "
+            "on, and in slices of earlier ones"
         )

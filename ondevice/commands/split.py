@@ -49,7 +49,7 @@ def split(
     written = []
     for rank, (first, stop) in enumerate(planned.division.ranges):
         say(f"rank {rank}: {layer_words(first, stop)} ...")
-        part = rank_bundle(bundle, planned.runtime, first, stop)
+        part = rank_bundle(bundle, first, stop)
         written.append(api.write_slice(part, output / f"rank-{rank}", force=force))
     found = division_json(bundle, planned)
     for share, path in zip(found["ranks"], written, strict=True):

@@ -181,7 +181,6 @@ def ngrams(model: str | None, text: str, output: Path | None, tokens: int, as_js
 @option(
     "--feed-forward-rank", type=click.IntRange(1), help="Rank of the adapters in the feed-forward blocks."
 )
-@option("--pruning-rank", type=click.IntRange(0), help="Rank of the adapter for --draft-pruning; 0: none.")
 @option("--replace", is_flag=True, help="Replace the model's own streams, if it has some.")
 def streams(
     model: str | None,

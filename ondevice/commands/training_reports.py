@@ -101,10 +101,10 @@ def stream_table(found: MultiStreams, config: ModelConfig) -> str:
     medusa = medusa_parameters(config, found.streams)
     lines = [
         f"{found.mode}; layers {found.first_layer} to {config.num_layers - 1}; ranks {found.attention_rank} "
-        f"of attention, {found.feed_forward_rank} of the feed-forward, {found.pruning_rank} of pruning",
+        f"of attention, {found.feed_forward_rank} of the feed-forward",
         f"{found.bits} bits; trained on {found.trained_tokens} tokens, measured on {found.measured_tokens}",
         _counted("adapters", found.adapter_parameters(config)),
-        _counted("embeddings, pruning", found.embedding_parameters(config)),
+        _counted("embeddings", found.embedding_parameters(config)),
         _counted(f"{found.streams} streams", added),
         f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {short(medusa / added)} times as many",
         "right, where all streams before were:",

@@ -23,7 +23,6 @@ from ondevice.budget.token_costs import TokenBytes, active_shares, token_bytes
 from ondevice.bundle.parts import layer_words, part_expert_use, part_predictors, part_streams
 from ondevice.bundle.quantisation_section import part_quant
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import MultiStreams
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, UnsupportedModelError, UsageError
 from ondevice.model_config import LayerSpec, ModelConfig, cut_places, part_config
@@ -239,22 +238,12 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
-def rank_bundle(bundle: Bundle, runtime: RuntimeConfig, first: int, stop: int) -> Bundle:
+def rank_bundle(bundle: Bundle, first: int, stop: int) -> Bundle:
     """The slice that a rank with layers `first` to `stop` - 1 runs.
 
-    bundle: whole, or a slice that has these layers. runtime: as in `divide`. The rank where streams enter has
-    the output head too where drafts are pruned. Raises what `Bundle.slice` raises.
+    bundle: complete, or a slice that has these layers. Raises what `Bundle.slice` raises.
     """
-    streams = bundle.streams
-    begins = streams is not None and streams.begins
-    entered = bundle.config.part.first + (0 if streams is None else streams.first_layer)
-    prunes = begins and first <= entered < stop and runtime.draft_pruning > 0
-    if prunes and not bundle.config.part.heads:
-        raise UsageError(
-            f"{bundle.name} is a slice without the output head, which --draft-pruning "
-            f"{runtime.draft_pruning:g} takes on this rank: run `ondevice split` with that option"
-        )
-    return bundle.slice(first, stop, heads=bundle.config.part.heads and (first == 0 or prunes))
+    return bundle.slice(first, stop, heads=bundle.config.part.heads and first == 0)
 
 
 class _Ranges:
@@ -305,7 +294,7 @@ class _Ranges:
         entering = None if streams is None else (streams.first_layer, streams.begins)
         key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[layer_slice])
         if key not in self._plans:
-            config = part_config(bundle.config, first, stop, embeds, embeds or self._prunes(streams))
+            config = part_config(bundle.config, first, stop, embeds, embeds)
             runtime = of_part(config, self._runtime)
             quant = part_quant(bundle.quant, config, first)
             memory = memory_model(config, quant, runtime, predictors, streams)
@@ -316,7 +305,3 @@ class _Ranges:
                 )
             self._plans[key] = config, plan_memory(memory, budget_bytes=0, process_bytes=0)
         return self._plans[key]
-
-    def _prunes(self, streams: MultiStreams | None) -> bool:
-        """Whether a rank with these streams prunes drafts, and so needs the head."""
-        return streams is not None and streams.begins and self._runtime.draft_pruning > 0

@@ -37,8 +37,6 @@ SHARED_OPTIONS = (
     "predictor_recall",
     "experts",
     "speculation",
-    "draft_streams",
-    "draft_pruning",
     "draft_head",
     "kv_bits",
     "prefill_chunk",
@@ -157,7 +155,7 @@ def _settled(bundle: Bundle, runtime: RuntimeConfig, count: int) -> tuple[Runtim
 
 def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> ResolvedModel:
     """Layers `layers[0]` to `layers[1]` - 1, resolved."""
-    return resolve(rank_bundle(bundle, runtime, *layers), runtime)
+    return resolve(rank_bundle(bundle, *layers), runtime)
 
 
 def card(bundle: Bundle, runtime: RuntimeConfig) -> RankCard:

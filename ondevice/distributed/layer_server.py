@@ -19,7 +19,6 @@ from ondevice.distributed.transport import Transport
 from ondevice.errors import RankError, system_refusals
 from ondevice.model.layer_range import ForwardPass, PassState, SequencePart
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import RulePruning
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.loaded_model import LoadedModel
 from ondevice.runtime.resolving import ResolvedModel
@@ -132,15 +131,14 @@ class LayerServer:
         )
         if len({id(part.kv) for part in parts}) < len(parts):
             raise RankError("a pass has a sequence twice")
-        prune = None if passed.rule is None else RulePruning(transformer, passed.rule)
-        forward = ForwardPass(parts, batch, passed.taps, prune, passed.branches)
+        forward = ForwardPass(parts, batch, passed.taps, passed.streamed, passed.branches)
         state = in_backend(passed.state, transformer.backend)
         self._before_pass(batch)
         if batch.tokens and not batch.resident_only:
             self._last = batch
         transformer.begin(forward)
         state = transformer.run_layers(forward, state)
-        transformer.take(forward, state.chosen)
+        transformer.take(forward)
         return in_host_memory(state, transformer.backend), forward.is_wanted
 
     def _change(self, change: Change) -> None:
@@ -170,9 +168,7 @@ class LayerServer:
             self._keep(kv, change)
 
     def _keep(self, kv: SequenceState, change: Change) -> None:
-        kind, _, start, rows = change
-        if kind == "prune" and not self._is_before_streams:
-            return
+        _, _, start, rows = change
         end = start + (rows[-1] + 1 if rows else 0)
         self._require(kv, end <= kv.length, change)
         self._transformer.keep(kv, start, rows)

@@ -8,7 +8,7 @@ machine is hostile: sizes are compared with the model before anything is used. L
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +21,6 @@ from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import BundleError, RankError
 from ondevice.model.layer_range import PassState
-from ondevice.model.stream_pruning import PrunedDraft, PruningRule
 from ondevice.model_config import ModelConfig
 from ondevice.stats import HopStats, RankStats
 
@@ -34,7 +33,7 @@ MAX_ROWS = 1 << 16
 MAX_NUMBER = 1 << 53
 MAX_TAPS = 64
 
-ChangeKind = Literal["cut", "fork", "expect", "keep", "prune", "accept", "mark"]
+ChangeKind = Literal["cut", "fork", "expect", "keep", "accept", "mark"]
 Kind = Literal["pass", "result", "changes", "stats", "end"]
 
 
@@ -42,9 +41,8 @@ class Change(NamedTuple):
     """A change of a sequence's state on rank 0, which the other ranks repeat.
 
     cut: keep `value` tokens. fork: make `value` a copy. expect: a text of `value` tokens begins. keep: of the
-    tree that is stored from position `value` on, the nodes `rows`. prune: the same of a pass that lost tokens
-    before the stream layers; for ranks with earlier layers. accept: the rows of the last pass's batch that
-    joined a text, of whichever sequence. mark: a prompt of `value` tokens begins.
+    tree that is stored from position `value` on, the nodes `rows`. accept: the rows of the last pass's batch
+    that joined a text, of whichever sequence. mark: a prompt of `value` tokens begins.
     """
 
     kind: ChangeKind
@@ -68,7 +66,7 @@ class PassMessage:
     parts: tuple[SequenceTokens, ...]
     state: PassState
     taps: tuple[int, ...] = ()
-    rule: PruningRule | None = None
+    streamed: tuple[int, ...] | None = None
     branches: bool = False
 
     @property
@@ -130,22 +128,19 @@ def _pass_header(passed: PassMessage, arrays: list[Array]) -> dict[str, Any]:
         "silent": first.silent,
         "taps": list(passed.taps),
         "branches": passed.branches,
-        "rule": None if passed.rule is None else asdict(passed.rule),
+        "streamed": None if passed.streamed is None else {"rows": list(passed.streamed)},
     }
 
 
 def _state_header(state: PassState, arrays: list[Array]) -> dict[str, Any]:
     others = [it for it in (state.inputs, state.branches) if it is not None]
     arrays += [*state.copies, *others, *state.tapped]
-    chosen = state.chosen
     return {
         "copies": len(state.copies),
         "inputs": state.inputs is not None,
         "branches": state.branches is not None,
         "tapped": len(state.tapped),
-        "chosen": None
-        if chosen is None
-        else {"tokens": list(chosen.tokens), "streams": list(chosen.streams)},
+        "entered": state.entered,
     }
 
 
@@ -241,32 +236,32 @@ class _MessageReader:
             raise BundleError(f"a token id is not from 0 to {self._config.vocab_size - 1}")
         taps = section.integers("taps", MAX_TAPS, 0, MAX_ROWS)
         _require_ascending(taps, "taps")
-        branches, rule = section.boolean("branches"), section.optional_section("rule")
-        pruning = None if rule is None else _rule(rule, len(ids), self._streams)
+        branches, streamed = section.boolean("branches"), section.optional_section("streamed")
+        rows = None if streamed is None else _streamed_rows(streamed, len(ids))
         section.close()
         state = self._state(top.section("state"))
-        message = PassMessage(tuple(parts), state, taps, pruning, branches)
+        message = PassMessage(tuple(parts), state, taps, rows, branches)
         self._check_state(message)
         return message
 
     def _check_state(self, message: PassMessage) -> None:
         """Raises BundleError unless the state has the rows of its pass."""
         batch, state = message.batch, message.state
-        rows = kept = tokens = len(batch.tokens)
+        rows = tokens = len(batch.tokens)
+        streamed = message.streamed
+        if state.entered != (self._entered and streamed is not None):
+            raise BundleError("a pass has streams where they can't be, or lacks them")
+        if state.entered and streamed is not None:
+            rows += self._streams * len(streamed)
         alone = len(message.parts) == 1
-        if state.chosen is not None:
-            if not alone or max(state.chosen.tokens, default=tokens) >= tokens or not self._entered:
-                raise BundleError("a pass has lost tokens that it can't have")
-            kept = len(state.chosen.tokens)
-            rows = kept + self._streams * len(state.chosen.streams)
-        if not alone and (message.taps or message.rule or message.branches or batch.stream_rows):
+        if not alone and (message.taps or streamed is not None or message.branches or batch.stream_rows):
             raise BundleError("a pass of several sequences has no streams and taps")
         if not tokens and batch.stream_rows != self._streams:
             raise BundleError(f"a pass has {batch.stream_rows} rows of streams; a token has {self._streams}")
         for copy in state.copies:
             if len(copy) != rows + batch.stream_rows:
                 raise BundleError(f"a pass of {rows + batch.stream_rows} rows has a state of {len(copy)}")
-        self._check_results(message, kept)
+        self._check_results(message, tokens)
         if len(state.copies) != self._config.residual_copies or (state.inputs is None) == bool(
             self._config.per_layer_width
         ):
@@ -276,18 +271,15 @@ class _MessageReader:
         ):
             raise BundleError(f"per-layer inputs are {state.inputs.shape}; they must be of {tokens} tokens")
 
-    def _check_results(self, message: PassMessage, kept: int) -> None:
-        """Raises BundleError unless earlier ranks added what rank 0 wants of them. kept: number of tokens
-        left."""
+    def _check_results(self, message: PassMessage, tokens: int) -> None:
+        """Raises BundleError unless earlier ranks added what rank 0 wants of them."""
         state, first = message.state, self._config.part.first
         taps = sum(tap < first for tap in message.taps)
-        if [len(it) for it in state.tapped] != [kept] * taps:
-            raise BundleError(f"a pass has not the {taps} tapped states of its {kept} tokens")
+        if [len(it) for it in state.tapped] != [tokens] * taps:
+            raise BundleError(f"a pass has not the {taps} tapped states of its {tokens} tokens")
         branches = None
-        if self._entered and state.chosen is not None:
-            branches = self._streams * kept
-        elif self._entered and message.rule is not None:
-            raise BundleError("a pass has come through the pruning layer unpruned")
+        if state.entered:
+            branches = self._streams * tokens
         elif self._entered and message.branches:
             branches = self._streams
         if branches != (None if state.branches is None else len(state.branches)):
@@ -303,19 +295,11 @@ class _MessageReader:
         inputs = self._next(np.float32, 2) if section.boolean("inputs") else None
         branches = self._values(size) if section.boolean("branches") else None
         tapped = tuple(self._values(size) for _ in range(section.integer("tapped", 0, MAX_TAPS)))
-        chosen = section.optional_section("chosen")
-        pruned = None
-        if chosen is not None:
-            tokens = chosen.integers("tokens", MAX_ROWS, 0, MAX_ROWS)
-            streams = chosen.integers("streams", len(tokens), 0, max(0, len(tokens) - 1))
-            chosen.close()
-            _require_ascending(tokens, "chosen tokens")
-            _require_ascending(streams, "tokens with streams")
-            pruned = PrunedDraft(list(tokens), list(streams))
+        entered = section.boolean("entered")
         section.close()
         if len({len(copy) for copy in residual_streams}) > 1:
             raise BundleError("copies of the residual have different rows")
-        return PassState(residual_streams, inputs, pruned, branches, tapped)
+        return PassState(residual_streams, inputs, entered, branches, tapped)
 
     def _values(self, columns: int) -> Array:
         values = self._next(np.float32, 2)
@@ -339,25 +323,12 @@ def _tree(parents: list[int]) -> TokenTree:
         raise BundleError(f"a pass's tree is none: {error}") from error
 
 
-def _rule(section: Section, tokens: int, streams: int) -> PruningRule:
-    """A pruning rule for a pass of `tokens` tokens. Raises BundleError for one that can't be applied."""
-    ids = section.integers("tokens", tokens, 0, MAX_NUMBER)
-    parents = section.integers("parents", tokens, -1, tokens)
-    rule = PruningRule(
-        ids,
-        parents,
-        section.numbers("chances", tokens, -1.0, 2.0),
-        section.number("threshold", 0.0, 1.0),
-        section.integer("places", 0, MAX_NUMBER),
-        section.integer("count", 1, MAX_ROWS),
-        section.integer("max_ends", 0, MAX_ROWS),
-        section.number("min_end_chance", -1e9, 1e9),
-    )
+def _streamed_rows(section: Section, tokens: int) -> tuple[int, ...]:
+    """Rows of the tokens with streams in a pass of `tokens` tokens. Raises BundleError for others."""
+    rows = section.integers("rows", tokens, 0, max(0, tokens - 1))
     section.close()
-    if {len(ids), len(parents), len(rule.chances)} != {tokens} or rule.count != streams or not tokens:
-        raise BundleError(f"a pruning rule isn't of the {tokens} tokens of its pass")
-    _tree(list(parents))
-    return rule
+    _require_ascending(rows, "tokens with streams")
+    return rows
 
 
 def _require_ascending(values: Sequence[int], what: str) -> None:

@@ -24,7 +24,6 @@ from ondevice.distributed.transport import Transport
 from ondevice.errors import BudgetError, RankError
 from ondevice.model.layer_range import Allocate, ForwardPass, PassState, Release
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import RulePruning
 from ondevice.model_config import ModelConfig
 from ondevice.stats import RankStats
 
@@ -87,18 +86,14 @@ class RemoteLayers:
 
     def run(self, forward: ForwardPass, state: PassState, backend: Backend, streams: int) -> PassState | None:
         self._streams = streams
-        rule = None
-        if forward.prune is not None and state.chosen is None:
-            if not isinstance(forward.prune, RulePruning):
-                raise RankError("only a pruning rule can be applied on another rank")
-            rule = forward.prune.rule
         self._require_ring()
         parts = tuple(SequenceTokens(_mirrored(kv).number, kv.length, batch) for batch, kv in forward.parts)
-        passed = PassMessage(parts, in_host_memory(state, backend), forward.taps, rule, forward.branches)
+        streamed = None if forward.streamed is None else tuple(forward.streamed)
+        passed = PassMessage(parts, in_host_memory(state, backend), forward.taps, streamed, forward.branches)
         with self._exchange():
             self._transport.send(*pack(Message("pass", self._log.take(), passed)))
             result = self._received(forward, streams) if forward.is_wanted else None
-        return None if result is None else self._pruned(forward, state, in_backend(result, backend))
+        return None if result is None else in_backend(result, backend)
 
     def _require_ring(self) -> None:
         if self._ended:
@@ -210,12 +205,9 @@ class RemoteLayers:
     def _check(self, forward: ForwardPass, result: PassState) -> None:
         """Raises RankError unless a result has the rows of its pass."""
         rows = tokens = len(forward.batch.tokens)
-        if result.chosen is not None:
-            kept = result.chosen.tokens
-            if forward.prune is None or not kept or kept[-1] >= tokens:
-                raise RankError("another rank has lost tokens of a pass")
-            tokens, rows = len(kept), len(kept) + self._streams * len(result.chosen.streams)
-        rows += forward.batch.stream_rows
+        if result.entered != (forward.streamed is not None):
+            raise RankError("another rank's result has streams that its pass has not, or lacks them")
+        rows += forward.batch.stream_rows + self._streams * len(forward.streamed or ())
         ends = {1, rows} if forward.batch.last_only else {rows}
         counts = {len(copy) for copy in result.copies}
         if not counts <= ends or any(len(it) != tokens for it in result.tapped):
@@ -229,14 +221,6 @@ class RemoteLayers:
             self._streams * tokens,
         ):
             raise RankError(f"another rank's result has {len(result.branches)} streams' states")
-
-    def _pruned(self, forward: ForwardPass, state: PassState, result: PassState) -> PassState:
-        """The result of a pass. If it lost tokens, ranks before the stream layers are told of it."""
-        chosen = result.chosen
-        if state.chosen is None and chosen is not None and len(chosen.tokens) < len(forward.batch.tokens):
-            ((_, kv),) = forward.parts
-            self._log.add(Change("prune", _mirrored(kv).number, kv.length, tuple(chosen.tokens)))
-        return result
 
 
 def _mirrored(kv: SequenceState) -> MirroredState:

@@ -30,7 +30,6 @@ from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.per_layer import per_layer_output
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune, PrunedDraft, pruned_batch
 from ondevice.model.weights import ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 from ondevice.stats import RankStats
@@ -50,16 +49,16 @@ class SequencePart(NamedTuple):
 class ForwardPass:
     """A forward pass as it begins.
 
-    parts: its sequences; only a pass of one has streams, taps and pruning. batch: of all. taps: layers
-    of the model, ascending, whose inputs are wanted; its number of layers means what leaves the last. prune:
-    called before the stream layers. branches: whether the initial states of the last token's streams are
-    wanted where nothing is pruned.
+    parts: its sequences; only a pass of one has streams and taps. batch: of all. taps: layers of the model,
+    ascending, whose inputs are wanted; its number of layers means what leaves the last. streamed: rows of the
+    tokens that get streams in this pass; with it, initial states of every token's streams are wanted.
+    branches: whether those of the last token's are wanted otherwise.
     """
 
     parts: tuple[SequencePart, ...]
     batch: ForwardBatch
     taps: tuple[int, ...] = ()
-    prune: Prune | None = None
+    streamed: Sequence[int] | None = None
     branches: bool = False
 
     @property
@@ -73,13 +72,14 @@ class PassState:
     """What a pass hands from one layer to the next.
 
     copies: of the residual, (R, D) each and one in most models; layers may overwrite them. inputs: per-layer
-    inputs of the layers to come, (T, L * W), or None. chosen: what `prune` chose; None before. branches:
-    initial states of streams, (n * S, D), as of `ForwardOutput`. tapped: (n, D) each, of the taps so far.
+    inputs of the layers to come, (T, L * W), or None. entered: whether the pass has come through the layer
+    where its streams enter. branches: initial states of streams, (n * S, D), as of `ForwardOutput`. tapped:
+    (n, D) each, of the taps so far.
     """
 
     copies: altup.Copies
     inputs: Array | None = None
-    chosen: PrunedDraft | None = None
+    entered: bool = False
     branches: Array | None = None
     tapped: Sequence[Array] = ()
 
@@ -188,16 +188,15 @@ class LayerRange:
         copies, inputs = state.copies, state.inputs
         if not own.batch.tokens:
             first = self.config.num_layers if self.streams is None else self.streams.first_layer
-        batch, rows = self._placed(own, state.chosen)
+        batch, rows = self._placed(own, state.entered)
         for layer in range(first, self.config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
             if self.streams is not None and layer == self.streams.first_layer and self.streams.embeddings:
                 state = self._enter_streams(own, replace(state, copies=copies))
                 copies = state.copies
-                if state.chosen is not None:
-                    batch, rows = self._placed(own, state.chosen)
-                    tapped = [self.backend.rows(it, state.chosen.tokens) for it in tapped]
+                if state.entered:
+                    batch, rows = self._placed(own, True)
             self._tap(own, self.first + layer, copies[0], len(batch.tokens), tapped)
             own_inputs = None
             if inputs is not None:
@@ -207,15 +206,10 @@ class LayerRange:
             copies = self._residuals(layer, copies, batch, rows, own_inputs, own.taps)
         return replace(state, copies=copies, inputs=inputs, tapped=tapped)
 
-    def take(self, own: ForwardPass, chosen: PrunedDraft | None) -> None:
-        """Add the tokens of a pass that has run to their kv. chosen: those that stay."""
+    def take(self, own: ForwardPass) -> None:
+        """Add the tokens of a pass that has run to their kv."""
         for batch, kv in own.parts:
-            tokens = list(batch.tokens)
-            if chosen is not None and len(chosen.tokens) < len(tokens):
-                if self.streams is not None and self.streams.first_layer >= self.config.num_layers:
-                    self._move(kv, chosen.tokens)
-                tokens = [tokens[row] for row in chosen.tokens]
-            kv.extend(tokens)
+            kv.extend(list(batch.tokens))
 
     def layer(
         self,
@@ -233,8 +227,8 @@ class LayerRange:
         batch = ForwardBatch(tokens)
         own = ForwardPass((SequencePart(batch, kv),), batch)
         self.begin(own)
-        found = self._residuals(layer, copies, *self._placed(own, None), inputs)
-        self.take(own, None)
+        found = self._residuals(layer, copies, *self._placed(own, False), inputs)
+        self.take(own)
         return found
 
     def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
@@ -320,16 +314,16 @@ class LayerRange:
         found = feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
         return found if before is None else backend.stacked([before, found])
 
-    def _placed(self, own: ForwardPass, chosen: PrunedDraft | None) -> tuple[ForwardBatch, Rows]:
-        """The batch of a pass with what was chosen of it, and its rows. Makes room for those of streams."""
+    def _placed(self, own: ForwardPass, entered: bool) -> tuple[ForwardBatch, Rows]:
+        """The batch of a pass, with its streams if these have entered, and its rows. Makes room for
+        streams."""
         batch, parts = own.batch, own.parts
-        if chosen is not None and (chosen.streams or len(chosen.tokens) < len(batch.tokens)):
+        if entered and own.streamed:
             assert self.streams is not None
-            batch = pruned_batch(batch, chosen, self.streams.count)
+            batch = batch.with_streams(own.streamed, self.streams.count)
             ((_, kv),) = parts
             parts = (SequencePart(batch, kv),)
-            if chosen.streams:
-                kv.reserve(kv.length + len(batch.tokens) + batch.stream_rows)
+            kv.reserve(kv.length + len(batch.tokens) + batch.stream_rows)
         return batch, self._rows(places(parts), batch)
 
     def _rows(self, its: Sequence[Place], batch: ForwardBatch) -> Rows:
@@ -340,33 +334,20 @@ class LayerRange:
         return Rows(tuple(its), tuple(joined), adapted)
 
     def _enter_streams(self, own: ForwardPass, state: PassState) -> PassState:
-        """The state of a pass that enters the first stream layer: with what is chosen, and its streams."""
+        """The state of a pass that enters the first stream layer, with its streams."""
         assert self.streams is not None
         (x,), size = state.copies, len(own.batch.tokens)
-        if own.prune is None:
+        if own.streamed is None:
             return replace(state, branches=self._branches(x, [size - 1])) if own.branches else state
-        chosen = own.prune(x)
-        if len(chosen.tokens) < size:
-            ((_, kv),) = own.parts
-            self._move(kv, chosen.tokens)
-            x = self.backend.rows(x, chosen.tokens)
-        if chosen.streams:
-            x = self.backend.add_streams(x, chosen.streams, self.streams.embeddings)
-        return replace(
-            state, copies=[x], chosen=chosen, branches=self._branches(x, range(len(chosen.tokens)))
-        )
+        if own.streamed:
+            x = self.backend.add_streams(x, own.streamed, self.streams.embeddings)
+        return replace(state, copies=[x], entered=True, branches=self._branches(x, range(size)))
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """Initial states of the streams of `tokens`: (n * S, D)."""
         assert self.streams is not None
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
-
-    def _move(self, kv: SequenceState, tokens: Sequence[int]) -> None:
-        """Move keys and values of the rows `tokens`, ascending, of a pass to the first places behind kv."""
-        for target, token in enumerate(tokens):
-            if target != token:
-                self.backend.kv_move(kv, kv.length + token, kv.length + target)
 
 
 def places(parts: Sequence[SequencePart]) -> list[Place]:

@@ -21,7 +21,6 @@ from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.model.layer_range import SequencePart
 from ondevice.model.prefill_schedule import PrefillSchedule
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune
 from ondevice.model.transformer import ForwardOutput, Transformer
 
 
@@ -70,10 +69,10 @@ class PassResult:
 
 
 class Drafted(NamedTuple):
-    """A token with its draft. prune: as `Transformer.run` has it, for a pass of its own."""
+    """A token with its draft. streamed: as `Transformer.run` has it, for a pass of its own."""
 
     batch: ForwardBatch
-    prune: Prune | None = None
+    streamed: Sequence[int] | None = None
 
 
 MakeDrafts: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
@@ -172,7 +171,7 @@ class SharedPasses:
                 if kv.length != request.length:
                     return "evicted"
                 started = time.perf_counter()
-                found = self._transformer.run(batch, kv, request.cancelled, prune=drafted.prune)
+                found = self._transformer.run(batch, kv, request.cancelled, streamed=drafted.streamed)
         except (OndeviceError, Cancelled) as error:
             return error
         _note_draft(request, len(batch.tokens))
@@ -406,7 +405,7 @@ class SharedPasses:
         results, first = dict[int, Answer](), 0
         for request, own in ready:
             count = len(own.tokens)
-            output = ForwardOutput(range(count), hidden[first : first + count])
+            output = ForwardOutput(count, hidden[first : first + count])
             _note_draft(request, count)
             its = logits.get(id(request))
             results[id(request)] = PassResult(count, output, its, seconds, batch, first)

@@ -11,7 +11,7 @@ from functools import partial
 
 from ondevice.backends.base import Backend, Float32, Vector
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import EMBEDDINGS, PRUNING, STREAMS, layer_prefix
+from ondevice.bundle.streams import EMBEDDINGS, STREAMS, layer_prefix
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
@@ -59,15 +59,12 @@ def load_streams(
         )
         for prefix in map(layer_prefix, streams.layers(config))
     )
-    pruning = low_rank(PRUNING) if streams.pruning_rank and streams.begins else None
     return MultiStreamWeights(
         vectors,
         streams.first_layer,
         layers,
-        pruning,
         streams.mode == "shared",
         streams.streams,
-        bool(streams.pruning_rank),
     )
 
 

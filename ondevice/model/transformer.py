@@ -40,7 +40,6 @@ from ondevice.model.layer_range import (
 )
 from ondevice.model.per_layer import per_layer_inputs
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 
@@ -49,16 +48,16 @@ WantedLogits = Literal["none", "last"]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The results of a forward pass over T tokens, of which n went through all layers; S streams each."""
+    """The results of a forward pass over n tokens, with S streams each where they have some."""
 
-    tokens: Sequence[int]
-    """(n,) rows of the batch that weren't pruned."""
+    tokens: int
+    """n."""
     hidden: Array
     """(n, D) hidden states for `Transformer.logits`."""
     branches: Array | None = None
     """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
-    """(S, D) final states of a token's streams for `Transformer.logits`, by index into `tokens`."""
+    """(S, D) final states of a token's streams for `Transformer.logits`, by the token's row."""
     tapped: Sequence[Array] = ()
     """Hidden states, (n, D) each, of `Transformer.taps`; none of a pass of several sequences."""
     position: int = 0
@@ -181,14 +180,13 @@ class Transformer(LayerRange):
         cancelled: IsCancelled | None = None,
         *,
         x: Array | None = None,
-        prune: Prune | None = None,
+        streamed: Sequence[int] | None = None,
     ) -> ForwardOutput:
         """One forward pass over T tokens that follow those in kv; it adds them to kv.
 
-        If they are a tree, `keep` decides afterwards which path stays in kv. If streams prune tokens
-        ("Speculative Streaming", arXiv 2402.11131, section 3.2), only the others are added. Over `mlx` the
-        result is differentiable by x, by the weights, and through the keys and values that earlier passes
-        left in kv. Raises as `forward` does; kv is then as before.
+        If they are a tree, `keep` decides afterwards which path stays in kv. Over `mlx` the result is
+        differentiable by x, by the weights, and through the keys and values that earlier passes left in kv.
+        Raises as `forward` does; kv is then as before.
 
         Args:
             batch: the tokens; it has no rows of streams yet.
@@ -196,33 +194,31 @@ class Transformer(LayerRange):
             cancelled: asked between two layers.
             x: (T, D) input of the first layer instead of `embedding(tokens)`; may be overwritten. UsageError
                 for another shape.
-            prune: called before the stream layers, if the model has any. It chooses the tokens that go on
-                (the text's all do) and those of them that get streams.
+            streamed: rows of the tokens that get streams; None: streams take no part in the pass.
         """
         last_only, position, taps = batch.last_only, kv.length, self.taps
         if self.config.model_layers in taps and len(batch.tokens) <= self.equal_rows:
             batch = replace(batch, last_only=False)
-        own = ForwardPass((SequencePart(batch, kv),), batch, taps, prune, last_only)
+        own = ForwardPass((SequencePart(batch, kv),), batch, taps, streamed, last_only)
         state = self._passed(own, cancelled, x)
         if state is None:
-            return ForwardOutput((), self.backend.load_vector(self._zeros[:0]), position=position)
-        tokens = range(len(batch.tokens)) if state.chosen is None else state.chosen.tokens
-        hidden, kept, tapped = self.leaving(state.copies), len(tokens), list(state.tapped)
-        self._tap(own, self.config.model_layers, hidden, kept, tapped)
-        if state.chosen is None or not state.chosen.streams or self.streams is None:
+            return ForwardOutput(0, self.backend.load_vector(self._zeros[:0]), position=position)
+        size, hidden, tapped = len(batch.tokens), self.leaving(state.copies), list(state.tapped)
+        self._tap(own, self.config.model_layers, hidden, size, tapped)
+        if not streamed or self.streams is None:
             hidden = hidden[-1:] if last_only else hidden
-            return ForwardOutput(tokens, hidden, state.branches, tapped=tapped, position=position)
-        count, streams = self.streams.count, state.chosen.streams
-        starts = range(kept, kept + count * len(streams), count)
-        ended = {token: hidden[start : start + count] for token, start in zip(streams, starts, strict=True)}
-        return ForwardOutput(tokens, hidden[:kept], state.branches, ended, tapped, position)
+            return ForwardOutput(size, hidden, state.branches, tapped=tapped, position=position)
+        count = self.streams.count
+        starts = range(size, size + count * len(streamed), count)
+        ended = {token: hidden[start : start + count] for token, start in zip(streamed, starts, strict=True)}
+        return ForwardOutput(size, hidden[:size], state.branches, ended, tapped, position)
 
     def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
         """One pass over the tokens of several sequences, which it adds to each one's kv.
 
         Where the backend is row-invariant, every row has the bits that it has in a pass of its sequence
         alone: attention sees its own sequence, and everything else is computed row by row. Sequences may
-        have draft trees, which aren't pruned and get no streams.
+        have draft trees, which get no streams.
 
         Returns (T, D) hidden states for `logits`, of the rows of `joint_batch`. Raises as `forward` does;
         every kv is then as before.
@@ -246,13 +242,6 @@ class Transformer(LayerRange):
         state = self._all_layers(own, PassState([branches]), cancelled)
         assert state is not None
         return state.copies[0]
-
-    def pruning_logits(self, entering: Array) -> Array:
-        """The pruning adapter's estimate of `draft_logits`, from the stream layers' input, (n, D)."""
-        assert self.streams is not None
-        assert self.streams.pruning is not None
-        low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
-        return self._head(self.backend.add_low_rank(copy, entering, low.down, low.up, 0), self._draft_rows)
 
     def logits(self, hidden: Array) -> Array:
         """Logits (n, V), unchecked and as the backend's array, for `hidden` (n, D) from `hidden_states`."""
@@ -321,7 +310,7 @@ class Transformer(LayerRange):
             elif tuple(x.shape) != (len(ids), self.config.hidden_size):
                 raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), self.config.hidden_size)}")
             state = self._all_layers(own, PassState(*self._entering(ids, x)), cancelled)
-            self.take(own, None if state is None else state.chosen)
+            self.take(own)
             done = True
         finally:
             if not done:

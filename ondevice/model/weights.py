@@ -154,19 +154,15 @@ class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
     embeddings: one (D,) for each stream; none in a part of a model into which streams come from earlier
-    layers, or which only has such. first_layer: of the part's own, or behind them. pruning: the adapter that
-    estimates logits from the stream layers' input, where streams begin. shared: whether the adapters apply to
-    the text's own tokens too ("shared mode"). count: streams of a token. prunes: whether the model has a
-    pruning adapter, in this part or in a later one.
+    layers, or which only has such. first_layer: of the part's own, or behind them. shared: whether the
+    adapters apply to the text's own tokens too ("shared mode"). count: streams of a token.
     """
 
     embeddings: tuple[Vector, ...]
     first_layer: int
     layers: tuple[MultiStreamLayer, ...]
-    pruning: LowRank | None
     shared: bool
     count: int
-    prunes: bool
 
     def layer(self, layer: int) -> MultiStreamLayer | None:
         """The adapters of layer `layer`; None if it has none."""

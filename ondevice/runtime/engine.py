@@ -32,7 +32,6 @@ from ondevice.runtime.opening import open_datastore
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
-from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import (
     MIN_PASS_SECONDS,
@@ -231,7 +230,6 @@ class Engine(LoadedModel):
             self._bundle.config,
             self.transformer,
             widths.tree if widths.branches else 0,
-            MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             lambda: of_all_neurons and self.plan.offloads_weights and self._quota.holds_draft,
             second,
             datastore,

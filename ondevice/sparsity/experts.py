@@ -271,7 +271,7 @@ class ExpertFetcher(CachedSource):
         gates = routing.gates
         self._cache.observe(turn, gates[batch.text_rows] if batch.drafted else gates)
         if batch.drafted:
-            self._draft_gates[turn, batch.draft_places] = gates[batch.drafted]
+            self._draft_gates[turn, : len(batch.drafted)] = gates[batch.drafted]
 
     def _records(self, layer: int) -> ExpertRecords:
         found = self._layers[layer].source.experts

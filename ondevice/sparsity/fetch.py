@@ -259,7 +259,7 @@ class NeuronFetcher(CachedSource):
         self._cache.observe(layer, scores[batch.text_rows] if batch.drafted else scores)
         if batch.drafted:
             with np.errstate(over="ignore"):
-                self._draft_scores[layer][batch.draft_places] = scores[batch.drafted]
+                self._draft_scores[layer][: len(batch.drafted)] = scores[batch.drafted]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()

@@ -11,7 +11,6 @@ from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.constraints.constrained import Constrained
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune
 from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals, plain
@@ -24,7 +23,6 @@ class PassOutcome(NamedTuple):
     """A forward pass whose tokens have been drawn."""
 
     draft: Draft
-    """The pruned draft, which was verified: the proposed one without the nodes that were pruned."""
     path: Sequence[int]
     """The nodes of `draft` that the text takes, root first. A token was drawn after each, but for the last
     where the text waits for its constraint."""
@@ -44,7 +42,7 @@ class Round:
         """texts: that share the pass. waiting: those that have a drafter."""
         self.texts = texts
         self.nodes = texts
-        """Nodes of all drafts, roots and pruned ones included."""
+        """Nodes of all drafts, roots included."""
         self.tokens = texts - len(waiting)
         """Tokens that the pass gave; those without a drafter draw one."""
         self.timed = True
@@ -84,9 +82,9 @@ class DraftedText:
         self.is_used = False
         """Whether there is a text."""
         self.draft = plain(0)
-        """The newest draft, before pruning."""
-        self.prune: Prune | None = None
-        """Called between the lower layers and the stream layers of the newest pass. None: no pruning."""
+        """The newest draft."""
+        self.streamed: Sequence[int] | None = None
+        """Nodes of the newest draft that get streams in its pass. None: streams take no part."""
         self.state: State = "listening"
         self.round: Round | None = None
         """The pass that runs; None while a prompt is read."""
@@ -140,7 +138,7 @@ class DraftedText:
 
     def plain(self, root: int, state: State, its: Round | None = None) -> None:
         """The newest draft is none. `disabled`: the drafter will begin anew with the whole text."""
-        self.draft, self.prune, self.state, self.round = plain(root), None, state, its
+        self.draft, self.streamed, self.state, self.round = plain(root), None, state, its
         self.preparing_seconds = self.proposing_seconds = self.computing_seconds = 0.0
         self._learning_seconds = 0.0
         self.asked, self.computed, self._prepared = 0, 0, False
@@ -222,7 +220,7 @@ class DraftedText:
         elif self.state == "listening":
             if its is not None and self._prepared:
                 computing = self.preparing_seconds + self.computing_seconds
-                self._count.add(outcome, len(self.draft), computing, self.proposing_seconds)
+                self._count.add(outcome, computing, self.proposing_seconds)
             self.drafter.end_pass(outcome.output, outcome.path)
         return its is not None and its.drew(self, outcome, self._learning_seconds)
 
@@ -246,8 +244,9 @@ class _DraftCount:
         self._accepted: list[int] = []
         """Draft tokens judged and accepted, by depth from 1 on; both lists are equally long."""
 
-    def add(self, outcome: PassOutcome, nodes: int, preparing_seconds: float, growing_seconds: float) -> None:
-        """Count a pass. nodes: number of nodes in the draft before it was pruned."""
+    def add(self, outcome: PassOutcome, preparing_seconds: float, growing_seconds: float) -> None:
+        """Count a pass."""
+        nodes = len(outcome.draft)
         self._drafts += nodes > 1
         self._draft_tokens += nodes - 1
         self._preparing_seconds += preparing_seconds

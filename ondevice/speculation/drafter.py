@@ -9,7 +9,6 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune
 from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.tree import Draft, Proposals
 
@@ -95,8 +94,8 @@ class Drafter(ABC):
     def grown(self) -> None:  # noqa: B027
         """The draft is complete. The target's keys and values must be as `prepare` got them."""
 
-    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        """The callback that prunes `draft` before the stream layers of its pass. None: no pruning.
+    def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
+        """Nodes of `draft` that get streams in its pass, ascending. None: streams take no part in it.
 
         row_share: time that another row adds to a pass, as a share of a plain pass.
         """

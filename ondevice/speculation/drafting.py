@@ -141,7 +141,7 @@ class Drafting:
             return self._plain(asked, its, "disabled")
         if policy.throttle():
             its.timed = False
-            return self._prunable(self._plain(asked, its, "throttled"), asked)
+            return self._with_streams(self._plain(asked, its, "throttled"), asked)
         found = self._plain(asked, its, "listening")
         try:
             with system_refusals():
@@ -153,7 +153,7 @@ class Drafting:
         except OndeviceError as error:
             self._fail(error)
             return self._plain(asked, its, "disabled")
-        return self._prunable(found, asked)
+        return self._with_streams(found, asked)
 
     def read(self, text: DraftedText, output: ForwardOutput) -> None:
         """Let a text's drafter learn from a pass over its prompt. One that fails disables drafting."""
@@ -266,13 +266,13 @@ class Drafting:
             text.drafter.computed_chance,
         )
 
-    def _prunable(
+    def _with_streams(
         self, drafts: list[Draft | Cancelled], asked: Sequence[DraftRequest]
     ) -> list[Draft | Cancelled]:
-        """The drafts. One that has a pass of its own gets its pruner; the next streams begin there."""
+        """The drafts. One that has a pass of its own gets streams there, for the next draft."""
         policy, text, (draft, *beside) = self._pace.policy, asked[0].text, drafts
         if text is not None and isinstance(draft, Draft) and not beside and not policy.is_backing_off:
-            text.prune = text.drafter.pruner(draft, policy.row_share)
+            text.streamed = text.drafter.streamed(draft, policy.row_share)
         return drafts
 
     def _fail(self, error: OndeviceError) -> None:

@@ -31,7 +31,7 @@ from ondevice.speculation.drafters.ngrams import CHEAP_LOOKUP_SHARE, NgramDrafte
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
-from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
+from ondevice.speculation.drafters.streams import MultiStreamDrafter
 from ondevice.speculation.tree import STREAM_ROWS
 
 Needs = Literal["nothing", "streams", "ngrams", "draft model", "eagle", "mtp"]
@@ -49,7 +49,6 @@ class Target:
     config: ModelConfig
     transformer: Transformer
     max_rows: int
-    streams: MultiStreamDrafting
     is_partial: Callable[[], bool]
     draft_model: DraftModel | None = None
     datastore: Datastore | None = None
@@ -116,7 +115,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         "streams",
         _stream_drafter_bytes,
         _nothing,
-        lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_rows),
     ),
     "resident": DrafterKind(
         "nothing",
@@ -238,12 +237,6 @@ def check_draft_options(
     Raises UnsupportedModelError, and BundleError where the cause is damage.
     """
     name = runtime.speculation
-    used = streams if drafts_with_streams(name, streams) else None
-    if runtime.draft_pruning and used is not None and not used.pruning_rank:
-        raise UnsupportedModelError(
-            f"--draft-pruning {runtime.draft_pruning:g} isn't possible with this model: its streams have no "
-            "pruning adapter; `ondevice train streams` makes one unless --pruning-rank is 0"
-        )
     if runtime.draft_head and counts is None and has_draft_head(name, streams):
         asked = f"--draft-head {runtime.draft_head} isn't possible with this model"
         if "token_counts" in damaged:

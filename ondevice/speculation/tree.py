@@ -50,15 +50,6 @@ class Draft:
         nodes = zip(self.parents, self.tokens, strict=True)
         return {place: node for node, place in enumerate(nodes) if node}
 
-    def only(self, nodes: Sequence[int]) -> Draft:
-        """The draft reduced to `nodes`, which are ascending and include the parent of each."""
-        index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
-        return Draft(
-            tuple(self.tokens[node] for node in nodes),
-            tuple(index[self.parents[node]] for node in nodes),
-            tuple(self.chances[node] for node in nodes),
-        )
-
     @cached_property
     def _likeliest(self) -> dict[int, int]:
         """The likeliest child of each node that has children."""

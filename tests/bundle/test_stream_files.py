@@ -92,15 +92,13 @@ def matrices_of(weights: MultiStreamWeights) -> dict[str, Any]:
         for layer, of in enumerate(weights.layers, weights.first_layer)
         for name in ("qkv", "out", "feed_forward")
     }
-    if weights.pruning is not None:
-        adapters["pruning"] = weights.pruning
     return {f"{name}.{end}": getattr(low, end) for name, low in adapters.items() for end in ("down", "up")}
 
 
 def test_what_is_written_is_read(plain: Path) -> None:
     assert Bundle.open(plain).streams is None
     before = Bundle.open(plain).bundle_bytes
-    written = add_streams(plain, gamma=3, layers=2, pruning_rank=5, mode="shared", bits=4)
+    written = add_streams(plain, gamma=3, layers=2, mode="shared", bits=4)
     bundle = Bundle.open(plain)
     assert bundle.streams == written
     assert (written.streams, written.first_layer, written.mode, written.bits) == (3, 1, "shared", 4)
@@ -110,8 +108,8 @@ def test_what_is_written_is_read(plain: Path) -> None:
     assert (STREAMS, (plain / STREAMS).stat().st_size) in verify(plain).files
     # Others take their place; the same arrays and facts give the same bytes.
     data = (plain / STREAMS).read_bytes()
-    assert add_streams(plain).pruning_rank == found_in(plain).pruning_rank == 4
-    add_streams(plain, gamma=3, layers=2, pruning_rank=5, mode="shared", bits=4)
+    assert add_streams(plain) == found_in(plain)
+    add_streams(plain, gamma=3, layers=2, mode="shared", bits=4)
     assert (plain / STREAMS).read_bytes() == data
 
 
@@ -128,8 +126,6 @@ def test_where_the_bytes_lie(copied: Path) -> None:
         ("layers.2.out.up", 64, 1),
         ("layers.2.feed_forward.down", 8, 1),
         ("layers.2.feed_forward.up", 64, 1),
-        ("pruning.down", 4, 1),
-        ("pruning.up", 64, 1),
     ):
         expected += [(f"{name}.codes", rows * groups * 64)]
         expected += [(f"{name}.{part}", rows * groups * 2) for part in ("scales", "biases")]
@@ -138,7 +134,7 @@ def test_where_the_bytes_lie(copied: Path) -> None:
         span = bundle.tensor_span(name)
         assert (span.file, span.offset, span.nbytes) == (STREAMS, offset, nbytes), name
         offset += nbytes
-    assert (copied / STREAMS).stat().st_size == offset == 33168
+    assert (copied / STREAMS).stat().st_size == offset == 33168 - 4624
     assert bundle.tensor_span("layers.2.out.up.codes").offset == 4096 + 512 + 544 + 13056 + 1088
     assert set(load_file(copied / STREAMS)) == {name for name, _ in expected}
 
@@ -149,7 +145,7 @@ def test_what_is_loaded_is_what_was_written(
     plain: Path, bits: Literal[4, 8, 16], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "CHUNK_BYTES", chunk_bytes)
-    shape = {"gamma": 3, "layers": 2, "attention_rank": 70, "feed_forward_rank": 5, "pruning_rank": 2}
+    shape = {"gamma": 3, "layers": 2, "attention_rank": 70, "feed_forward_rank": 5}
     add_streams(plain, **shape, bits=bits, mode="shared")
     arrays = made_up_arrays(Bundle.open(plain).config, **shape)
     weights = loaded(plain)
@@ -165,7 +161,7 @@ def test_what_is_loaded_is_what_was_written(
 
 
 def test_the_cpu_engine_multiplies_with_them(plain: Path) -> None:
-    add_streams(plain, attention_rank=24, feed_forward_rank=7, pruning_rank=0, bits=16)
+    add_streams(plain, attention_rank=24, feed_forward_rank=7, bits=16)
     cpu = CpuBackend(make_runner(threads=1), segment_neurons=64, piece_neurons=64)
     rng, plainly = np.random.default_rng(3), matrices_of(loaded(plain))
     for name, weight in matrices_of(loaded(plain, cpu)).items():
@@ -173,14 +169,6 @@ def test_the_cpu_engine_multiplies_with_them(plain: Path) -> None:
         np.testing.assert_allclose(
             cpu.to_numpy(cpu.linear(x, weight)), x @ plainly[name].weight.T, rtol=1e-4, atol=1e-5
         )
-
-
-def test_without_pruning_there_are_no_tensors_of_it(plain: Path) -> None:
-    streams = add_streams(plain, pruning_rank=0)
-    assert "pruning.down.codes" not in stream_tensors(Bundle.open(plain).config, streams)
-    weights = loaded(plain)
-    assert weights.pruning is None
-    assert not weights.shared
 
 
 def test_the_file_comes_last_and_only_where_it_is_wanted(copied: Path, plain_bundle: Path) -> None:
@@ -215,9 +203,6 @@ def test_loading_can_be_cancelled(copied: Path) -> None:
         ({"attention_rank": 1025}, "attention_rank"),
         ({"feed_forward_rank": 0}, "feed_forward_rank"),
         ({"feed_forward_rank": 1025}, "feed_forward_rank"),
-        ({"pruning_rank": -1}, "pruning_rank"),
-        ({"pruning_rank": 65}, "pruning_rank"),
-        ({"pruning_rank": 0}, "isn't the .* bytes that"),
         ({"trained_tokens": -1}, "trained_tokens"),
         ({"measured_tokens": 1 << 49}, "measured_tokens"),
         ({"acceptance": (0.5,)}, "1 values for 2 streams"),
@@ -250,7 +235,7 @@ def test_every_key_is_required_and_no_other_allowed(copied: Path) -> None:
             open_sound(copied)
         (copied / STREAMS_MANIFEST).write_bytes(text)
     for changes, match in (
-        ({"version": 2}, "version is 2"),
+        ({"version": 1}, "version is 1"),
         ({"group_size": 32}, "group_size is 32"),
         ({"gamma": 2}, "unknown key 'gamma'"),
         ({"streams": 2.0}, "streams is 2.0"),
@@ -321,7 +306,7 @@ def test_embeddings_that_are_not_finite_are_refused(copied: Path) -> None:
 
 def write(folder: Path, arrays: dict[str, Float32], **changes: Any) -> MultiStreams:
     facts: dict[str, Any] = {"mode": "lossless", "bits": 8, "streams": 2, "first_layer": 2}
-    facts |= {"attention_rank": 8, "feed_forward_rank": 8, "pruning_rank": 4}
+    facts |= {"attention_rank": 8, "feed_forward_rank": 8}
     return write_streams(folder, arrays, **(facts | changes))
 
 
@@ -358,9 +343,9 @@ def test_what_cannot_be_written_changes_nothing(copied: Path) -> None:
 
 
 def test_parameters_and_memory(plain: Path) -> None:
-    found = add_streams(plain, gamma=3, layers=2, attention_rank=16, feed_forward_rank=8, pruning_rank=4)
+    found = add_streams(plain, gamma=3, layers=2, attention_rank=16, feed_forward_rank=8)
     config = Bundle.open(plain).config
-    arrays = made_up_arrays(config, 3, 2, 16, 8, 4)
+    arrays = made_up_arrays(config, 3, 2, 16, 8)
     layers = [values.size for name, values in arrays.items() if name.startswith("layers.")]
     rest = [values.size for name, values in arrays.items() if not name.startswith("layers.")]
     assert found.adapter_parameters(config) == sum(layers)

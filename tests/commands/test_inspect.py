@@ -165,7 +165,7 @@ def test_what_is_no_recall_is_refused_with_one_range(ondevice: Run, recall: floa
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--draft-streams", 3), ("--draft-pruning", 0.3), ("--draft-head", 20), ("--draft-model", SHIPPED)],
+    [("--draft-head", 20), ("--draft-model", SHIPPED)],
 )
 def test_an_option_of_another_drafter_is_refused(ondevice: Run, flag: str, value: object) -> None:
     mode = "model" if flag == "--draft-model" else "streams"

@@ -156,21 +156,18 @@ def test_plans_are_those_of_the_slices(name: str, tmp_path: Path) -> None:
     bundle = Bundle.open(write_small(tmp_path / "model", MODELS[name]))
     runtime = replace(RUNTIME, sparsity="experts" if bundle.config.experts else "dense")
     for share in divide(bundle, runtime, [PLENTY] * 3).shares:
-        alone = rank_bundle(bundle, runtime, share.first, share.stop)
+        alone = rank_bundle(bundle, share.first, share.stop)
         memory = memory_model(alone.config, alone.quant, runtime, alone.predictors, alone.streams)
         planned = plan_memory(memory, budget_bytes=1 << 30, process_bytes=30 << 20)
         assert share.plan == planned
 
 
-def test_the_rank_where_streams_enter_prunes(tmp_path: Path) -> None:
+def test_only_rank_0_has_the_ends_of_a_model_with_streams(tmp_path: Path) -> None:
     folder = write_small(tmp_path / "model", golden_config(num_layers=6))
     add_streams(folder, layers=3)
     bundle = Bundle.open(folder)
-    pruning = replace(RUNTIME, speculation="streams", draft_pruning=0.1)
-    parts = [rank_bundle(bundle, pruning, *pair) for pair in ((0, 2), (2, 5), (5, 6))]
-    assert [part.config.part.heads for part in parts] == [True, True, False]
+    parts = [rank_bundle(bundle, *pair) for pair in ((0, 2), (2, 5), (5, 6))]
+    assert [part.config.part.heads for part in parts] == [True, False, False]
     assert [part.config.part.embeds for part in parts] == [True, False, False]
-    assert [None if it.streams is None else it.streams.first_layer for it in parts] == [3, 1, 0]
-    plain = [rank_bundle(bundle, RUNTIME, *pair) for pair in ((0, 2), (2, 5), (5, 6))]
-    assert [part.config.part.heads for part in plain] == [True, False, False]
-    require_all_layers(divide(bundle, pruning, [PLENTY] * 3), 6)
+    assert [None if part.streams is None else part.streams.first_layer for part in parts] == [3, 1, 0]
+    require_all_layers(divide(bundle, replace(RUNTIME, speculation="streams"), [PLENTY] * 3), 6)

@@ -14,13 +14,12 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.distributed.messages import Change, Message, PassMessage, SequenceTokens, pack, unpack
 from ondevice.errors import RankError
 from ondevice.model.layer_range import PassState
-from ondevice.model.stream_pruning import PrunedDraft, PruningRule
 from ondevice.model_config.part import part_config
 from tests.support.small_models import MODELS
 
 CONFIG = part_config(MODELS["dense"], 3, 5, embeds=False, heads=False)
 STREAMS = 2
-BEHIND = ("pruned", "prompt", "streams")
+BEHIND = ("drafted", "prompt", "streams")
 """Messages to a rank that has later stream layers than the first."""
 
 
@@ -28,14 +27,12 @@ def rows(count: int) -> np.ndarray:
     return np.random.default_rng(count).random((count, CONFIG.hidden_size), np.float32)
 
 
-RULE = PruningRule((7, 8, 9, 4), (-1, 0, 0, 1), (1.0, 0.6, 0.2, 0.1), 0.1, 40, STREAMS, 2, 0.15)
 TREE = ForwardBatch([7, 8, 9, 4], TokenTree([-1, 0, 0, 1]), drafted=range(1, 4))
 CHANGES = (
     Change("cut", 3, 17),
     Change("fork", 3, 4),
     Change("expect", 4, 200),
     Change("keep", 3, 5, (0, 2)),
-    Change("prune", 3, 5, (0, 1)),
     Change("accept", 0, 0, (0, 3)),
     Change("mark", 3, 40),
 )
@@ -43,15 +40,16 @@ MESSAGES = {
     "tree": Message(
         "pass",
         CHANGES,
-        PassMessage((SequenceTokens(3, 12, TREE),), PassState([rows(4)], tapped=(rows(4),)), (0, 5), RULE),
+        PassMessage((SequenceTokens(3, 12, TREE),), PassState([rows(4)], tapped=(rows(4),)), (0, 5), (1, 3)),
     ),
-    "pruned": Message(
+    "drafted": Message(
         "pass",
         (),
         PassMessage(
             (SequenceTokens(3, 12, TREE),),
-            PassState([rows(5)], None, PrunedDraft((0, 1, 3), (1,)), rows(6), (rows(3),)),
+            PassState([rows(6)], None, True, rows(8), (rows(4),)),
             (2, 3),
+            (1,),
         ),
     ),
     "texts": Message(
@@ -100,7 +98,7 @@ def test_what_goes_in_comes_out(name: str) -> None:
     assert [it.tobytes() for it in pack(found)[1]] == [it.tobytes() for it in pack(message)[1]]
     if message.passed is not None and found.passed is not None:
         assert list(found.passed.batch.tokens) == list(message.passed.batch.tokens)
-        assert found.passed.rule == message.passed.rule
+        assert found.passed.streamed == message.passed.streamed
 
 
 def _set(*path: Any) -> Callable[[Any], None]:
@@ -134,25 +132,24 @@ def _set(*path: Any) -> Callable[[Any], None]:
         ("tree", _set("pass", "parts", 0, "position", 1.5)),
         ("tree", _set("pass", "taps", [5, 0])),
         ("tree", _set("pass", "stream_rows", 2)),
-        ("tree", _set("pass", "rule", "count", 3)),
-        ("tree", _set("pass", "rule", "parents", [-1, 0, 3, 1])),
-        ("tree", _set("pass", "rule", "chances", [1.0])),
-        ("tree", _set("pass", "rule", "threshold", 1e999)),
+        ("tree", _set("pass", "streamed", "rows", [4])),
+        ("tree", _set("pass", "streamed", "rows", [3, 1])),
+        ("tree", _set("pass", "streamed", "extra", 1)),
         ("tree", _set("state", "copies", 2)),
         ("tree", _set("state", "copies", 0)),
         ("tree", _set("state", "inputs", True)),
         ("tree", _set("state", "tapped", 0)),
         ("tree", _set("state", "tapped", 9)),
-        ("tree", _set("state", "chosen", {"tokens": [0], "streams": []})),
+        ("tree", _set("state", "entered", True)),
         ("tree", _set("pass", "taps", [0, 2])),
         ("tree", _set("pass", "taps", [3, 5])),
         ("prompt", _set("pass", "branches", False)),
-        ("pruned", _set("pass", "taps", [3])),
-        ("pruned", _set("pass", "taps", [1, 2])),
-        ("pruned", _set("state", "chosen", None)),
-        ("pruned", _set("state", "chosen", "tokens", [0, 1, 4])),
-        ("pruned", _set("state", "chosen", "streams", [3])),
-        ("pruned", _set("state", "chosen", "streams", [])),
+        ("drafted", _set("pass", "taps", [3])),
+        ("drafted", _set("pass", "taps", [1, 2])),
+        ("drafted", _set("state", "entered", False)),
+        ("drafted", _set("pass", "streamed", None)),
+        ("drafted", _set("pass", "streamed", "rows", [])),
+        ("drafted", _set("pass", "streamed", "rows", [1, 2])),
         ("texts", _set("pass", "taps", [1])),
         ("texts", _set("pass", "branches", True)),
         ("streams", _set("pass", "stream_rows", 1)),
@@ -192,15 +189,15 @@ def test_arrays_that_the_model_can_not_have(change: Callable[[list[Any]], Any]) 
 
 def test_states_that_earlier_ranks_must_have_added() -> None:
     """Rows of tapped states and of streams are compared where they come in, not where rank 0 reads them."""
-    parts, streams = (SequenceTokens(3, 12, TREE),), PrunedDraft((0, 1, 3), (1,))
+    parts = (SequenceTokens(3, 12, TREE),)
     false = [
         (False, PassMessage(parts, PassState([rows(4)], tapped=(rows(3),)), (0,))),
-        (False, PassMessage(parts, PassState([rows(5)], None, streams, rows(6)))),
+        (False, PassMessage(parts, PassState([rows(6)], None, True, rows(8)), (), (1,))),
         (False, PassMessage(parts, PassState([rows(4)], branches=rows(2)), branches=True)),
         (True, PassMessage(parts, PassState([rows(4)], branches=rows(3)), branches=True)),
-        (True, PassMessage(parts, PassState([rows(5)], None, streams, rows(4)))),
-        (True, PassMessage(parts, PassState([rows(5)], None, streams, rows(6), (rows(4),)), (0,))),
-        (True, PassMessage(parts, PassState([rows(4)]), (), RULE)),
+        (True, PassMessage(parts, PassState([rows(6)], None, True, rows(6)), (), (1,))),
+        (True, PassMessage(parts, PassState([rows(6)], None, True, rows(8), (rows(3),)), (0,), (1,))),
+        (True, PassMessage(parts, PassState([rows(4)]), (), (1,))),
     ]
     for entered, passed in false:
         with pytest.raises(RankError, match="another rank sent what it mustn't"):

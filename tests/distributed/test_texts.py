@@ -115,7 +115,7 @@ def test_no_drafter_changes_the_text(
     always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
     options: dict[str, Any] = {"speculation": drafter, "sparsity": "exact", "prefill_chunk": 16}
     if drafter == "streams":
-        options |= {"draft_pruning": 0.003, "draft_head": 100}
+        options["draft_head"] = 100
     if drafter == "model":
         options["draft_model"] = str(bundle)
     with running_ranks(bundle, cuts, **options) as ranks:

@@ -21,7 +21,7 @@ from tests.support.ranks import text_of_met
 
 RANKS = ("rank-0", "rank-1")
 PART_KEYS = ("first", "layers", "embeds", "heads", "widths", "experts", "states")
-SIDECAR_KEYS = ("part_of", "begins", "first_layer", "pruning_rank")
+SIDECAR_KEYS = ("part_of", "begins", "first_layer")
 
 
 def make(folder: Path, rng: random.Random, bases: Bases) -> None:

@@ -187,7 +187,7 @@ def test_drafts_are_counted_as_they_are_judged() -> None:
 
     def add(draft: Draft, path: list[int], *seconds: float, ended: bool = False) -> None:
         output: Any = None
-        count.add(PassOutcome(draft, path, output, 1.0, ended), len(draft), *seconds)
+        count.add(PassOutcome(draft, path, output, 1.0, ended), *seconds)
 
     add(plain(9), [0], 0.0, 0.25)
     assert count.stats("") == DraftStats(0, 0, (), (), 0.0, 0.25)

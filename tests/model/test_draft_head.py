@@ -121,13 +121,6 @@ def test_it_is_planned_where_a_drafter_uses_it(counted: Path) -> None:
         assert model._engine._generator.transformer.draft_head is None
 
 
-def test_pruning_reads_the_draft_head_too(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = texts(counted, "off")
-    always_draft(monkeypatch, [DRAFT_NODES])
-    for rows in (0, 64):
-        assert texts(counted, "auto", draft_head=rows, draft_pruning=0.05) == expected
-
-
 def test_a_head_of_one_token_drafts_that_token(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     always_draft(monkeypatch, [DRAFT_NODES])
     options: Any = {"speculation": "resident", "draft_head": 1, "sparsity": "dense"}

@@ -171,5 +171,5 @@ def test_any_tree_leaves_every_token_as_it_is(
         if not resident:
             squeeze(model, model.plan.segment.least + 1)
         for scripted, found in drafted(model, QUESTION, SAMPLINGS, plain_texts):
-            assert scripted.streamed > 10
+            assert scripted.streams > 10
             assert found.stats.accepted_tokens_per_pass > 1.2

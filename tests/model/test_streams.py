@@ -14,7 +14,6 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import PrunedDraft
 from ondevice.model.transformer import ForwardOutput, Transformer
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import ModelConfig
@@ -47,7 +46,7 @@ def with_streams(model: Transformer, shared: bool = False) -> Transformer:
         for layer in range(first, model.config.num_layers)
     )
     vectors = tuple(backend.load_vector(row) for row in arrays["embeddings"])
-    streams = MultiStreamWeights(vectors, first, layers, low_rank("pruning"), shared, len(vectors), True)
+    streams = MultiStreamWeights(vectors, first, layers, shared, len(vectors))
     return Transformer(model.config, backend, model.weights, streams)
 
 
@@ -67,14 +66,11 @@ def keep(model: Transformer, kv: SequenceState, path: Sequence[int]) -> None:
     kv.keep(len(PROMPT), path, partial(model.backend.kv_move, kv))
 
 
-def run(
-    model: Transformer, streams: Sequence[int] = (), tokens: Sequence[int] | None = None
-) -> tuple[ForwardOutput, SequenceState]:
-    """The tree behind the prompt, with streams at nodes `streams`; of `tokens` alone, if given."""
+def run(model: Transformer, streams: Sequence[int] = ()) -> tuple[ForwardOutput, SequenceState]:
+    """The tree behind the prompt, with streams at nodes `streams`."""
     kv = cache(model)
     model.forward(PROMPT, kv, "none")
-    chosen = PrunedDraft(range(len(TREE)) if tokens is None else tokens, streams)
-    return model.run(ForwardBatch(TOKENS, TREE), kv, prune=lambda x: chosen), kv
+    return model.run(ForwardBatch(TOKENS, TREE), kv, streamed=streams), kv
 
 
 # --- an oracle: one token, one stream, one head at a time -------------------------------------------------
@@ -199,30 +195,9 @@ def test_the_last_token_of_a_prompt_has_streams_too() -> None:
     after = model.stream_states(found.branches.copy(), kv).copy()
     whole = cache(model)
     last = len(PROMPT) - 1
-    inside = model.run(ForwardBatch(PROMPT), whole, prune=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
+    inside = model.run(ForwardBatch(PROMPT), whole, streamed=[last])
     assert after.tobytes() == inside.streams[last].tobytes()
     assert found.hidden.tobytes() == inside.hidden[-1:].tobytes()
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_nodes_left_out_change_nothing_for_the_others(target: str) -> None:
-    model = cpu(target)
-    whole, _ = run(model, [6])
-    kept = [0, 1, 2, 3, 6, 7]
-    found, kv = run(model, [4], kept)
-    assert list(found.tokens) == kept
-    assert kv.length == len(PROMPT) + len(kept)
-    assert found.hidden.tobytes() == whole.hidden[kept].tobytes()
-    assert found.streams[4].tobytes() == whole.streams[6].tobytes()
-    path = [kept.index(node) for node in TREE.path(7)]
-    keep(model, kv, path)
-    fresh = cache(model)
-    model.forward(PROMPT + [TOKENS[node] for node in TREE.path(7)], fresh, "none")
-    assert kv.tokens == fresh.tokens
-    again, expected = model.forward([3], kv), model.forward([3], fresh)
-    assert again is not None
-    assert expected is not None
-    assert again.tobytes() == expected.tobytes()
 
 
 def test_shared_adapters_are_the_text_s_own() -> None:
@@ -247,23 +222,3 @@ def test_a_pass_over_resident_neurons_streams_nothing() -> None:
     some = model.run(batch, kvs[0]).hidden
     assert [source.streams for source in sources] == [0, 0, 0]
     assert np.abs(some - whole.run(batch, kvs[1]).hidden).max() > 0.01
-
-
-def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
-    model = reference()
-    seen: list[Float32] = []
-
-    def prune(x: Float32) -> PrunedDraft:
-        seen.append(x.copy())
-        seen.append(model.pruning_logits(x))
-        return PrunedDraft(range(len(x)))
-
-    kv = cache(model)
-    model.run(ForwardBatch(TOKENS, TREE), kv, prune=prune)
-    entering, logits = seen
-    assert model.streams is not None
-    assert model.streams.pruning is not None
-    low, head = model.streams.pruning, model.weights
-    x = entering + entering @ low.down.weight.T @ low.up.weight.T
-    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.config.norm.eps) * head.final_norm.weight
-    np.testing.assert_allclose(logits, x @ head.head.weight.T, rtol=1e-3, atol=1e-3)

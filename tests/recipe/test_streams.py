@@ -20,9 +20,7 @@ from recipe.frozen import Frozen  # noqa: E402
 from recipe.model import Llama, rotate  # noqa: E402
 
 SHAPE = replace(SIZES["tiny"], num_hidden_layers=3)
-STREAM_SIZES = multi_stream.MultiStreamSizes(
-    layers=2, gamma=3, attention_rank=4, feed_forward_rank=6, pruning_rank=2
-)
+STREAM_SIZES = multi_stream.MultiStreamSizes(layers=2, gamma=3, attention_rank=4, feed_forward_rank=6)
 MARKS = continuations.Marks(begin=1, assistant=4, end=2)
 TOKENS = 24
 
@@ -64,7 +62,7 @@ def made_streams(trained: bool) -> multi_stream.MultiStreams:
 def test_names_shapes_and_count_of_what_a_bundle_gets() -> None:
     made = stream_training.arrays(multi_stream.MultiStreams(SIZES["small"], multi_stream.MultiStreamSizes()))
     width = 256
-    expected = {"embeddings": (4, width), "pruning.down": (8, width), "pruning.up": (width, 8)}
+    expected = {"embeddings": (4, width)}
     for layer in (3, 4, 5):
         expected |= {
             f"layers.{layer}.qkv.down": (32, width),
@@ -76,7 +74,7 @@ def test_names_shapes_and_count_of_what_a_bundle_gets() -> None:
         }
     assert {name: array.shape for name, array in made.items()} == expected
     assert {array.dtype for array in made.values()} == {np.dtype(np.float32)}
-    assert sum(array.size for array in made.values()) == 270_336 + 20 * width
+    assert sum(array.size for array in made.values()) == 270_336 + 4 * width
 
 
 def test_the_frozen_base_says_what_the_model_says_at_once_and_token_by_token(
@@ -202,9 +200,6 @@ def test_new_streams_are_plain_base_layers_at_later_positions(base: Frozen) -> N
     trace = base.trace(ids, made.first_layer)
     positions = all_positions(ids)
     torch.testing.assert_close(made(base, trace, positions), bare(base, trace, positions), rtol=0, atol=0)
-    torch.testing.assert_close(
-        made.pruned(base, trace.entering), base.normed(trace.entering, base.final_norm), rtol=0, atol=0
-    )
     torch.testing.assert_close(made.main(base).trace(ids, 1).final, trace.final, rtol=1e-5, atol=1e-5)
 
 
@@ -258,7 +253,7 @@ def test_the_loss_is_cross_entropy_with_the_bases_later_chances(base: Frozen) ->
         [x.mean().item() for x in losses], rel=1e-3
     )
     mean = torch.cat([x.flatten() for x in losses]).mean().item()
-    assert loss.item() - seen["pruning"] == pytest.approx(mean, rel=1e-3)
+    assert loss.item() == pytest.approx(mean, rel=1e-3)
 
 
 def test_the_shared_mode_trains_the_main_stream_through_the_adapters(base: Frozen) -> None:
@@ -270,7 +265,7 @@ def test_the_shared_mode_trains_the_main_stream_through_the_adapters(base: Froze
     assert seen["main"] == pytest.approx(-chances.gather(2, ids[:, 1:, None]).mean().item(), rel=1e-3)
     assert (final - base.trace(ids, 1).final).abs().max() > 1e-3
     streams = sum(seen[f"stream_{j}"] for j in (1, 2, 3))
-    assert loss.item() == pytest.approx(0.1 * streams + seen["main"] + seen["pruning"], rel=1e-3)
+    assert loss.item() == pytest.approx(0.1 * streams + seen["main"], rel=1e-3)
     loss.backward()
     assert all(parameter.grad is not None for parameter in made.parameters())
 

@@ -28,7 +28,6 @@ from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
 from ondevice.model.sequence_state import SequenceState  # noqa: E402
 from ondevice.model.stream_loading import load_streams  # noqa: E402
-from ondevice.model.stream_pruning import PrunedDraft  # noqa: E402
 from ondevice.model.transformer import Transformer  # noqa: E402
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights  # noqa: E402
 from recipe import stream_loss as recipe_loss  # noqa: E402
@@ -69,14 +68,12 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
         MultiStreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
         for layer in range(first, model.config.num_layers)
     )
-    streams = MultiStreamWeights(
-        tuple(arrays["embeddings"]), first, layers, None, False, len(arrays["embeddings"]), prunes=False
-    )
+    streams = MultiStreamWeights(tuple(arrays["embeddings"]), first, layers, False, len(arrays["embeddings"]))
     transformer = Transformer(model.config, model.backend, model.weights, streams)
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
     kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
-    found = transformer.run(ForwardBatch(TOKENS), kv, prune=lambda x: PrunedDraft(every, every))
+    found = transformer.run(ForwardBatch(TOKENS), kv, streamed=every)
     return mx.stack([transformer.logits(found.streams[token]) for token in every])
 
 
@@ -94,13 +91,11 @@ def of_recipe(bundle: Bundle, facts: MultiStreamFacts, arrays: Arrays) -> tuple[
         facts.streams,
         facts.attention_rank,
         facts.feed_forward_rank,
-        facts.pruning_rank,
     )
     base = Frozen(model_of_bundle(SHIPPED), torch.float32)
     streams = MultiStreams(base.shape, sizes)
     state = {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}
-    missing = streams.load_state_dict(state, strict=False).missing_keys
-    assert all(name.startswith("pruning") for name in missing)
+    streams.load_state_dict(state)
     return base, streams
 
 
@@ -126,21 +121,18 @@ def test_logits_and_gradients_are_those_of_the_recipe(shipped: tuple[Bundle, Fla
 
     (expected * torch.from_numpy(weights)).sum().backward()
     found = mx.grad(lambda given: (mlx_logits(model, given) * mx.array(weights)).sum())(arrays)
-    assert set(found) == {name for name, _ in streams.named_parameters() if not name.startswith("pruning")}
+    assert set(found) == {name for name, _ in streams.named_parameters()}
     compare(found, streams, 2e-3)
 
 
 def entering(model: Transformer, tokens: list[int]) -> Any:
     """(tokens, D) what enters the stream layers."""
-    seen: list[Any] = []
-
-    def prune(x: Any) -> PrunedDraft:
-        seen.append(x)
-        return PrunedDraft(range(len(tokens)))
-
     layout = KVLayout(model.config, 32)
-    model.run(ForwardBatch(tokens), SequenceState(layout, no_block, arrays=MlxKV(layout)), prune=prune)
-    return seen[0]
+    kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
+    output, streams = model.run(ForwardBatch(tokens), kv, streamed=()), model.streams
+    assert output.branches is not None
+    assert streams is not None
+    return output.branches[:: streams.count] - streams.embeddings[0]
 
 
 @pytest.mark.slow
@@ -150,7 +142,6 @@ def test_losses_and_their_gradients_are_those_of_the_recipe(
     shipped: tuple[Bundle, FlashReader],
     mode: Any,
     resident_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of it at once, as an update has it, by every parameter.
 
@@ -158,22 +149,16 @@ def test_losses_and_their_gradients_are_those_of_the_recipe(
     each beside the mean over all of the text's next tokens (shared). MLX takes a run of positions, the recipe
     one in every few: here those of the run. Where what a stream drafts lies behind the window, the recipe
     leaves that stream out, and MLX takes no such position, nor does this run, which goes as far as may be.
-    Of the pruning adapter's draft tokens the recipe takes one in four: here all.
     """
     bundle = shipped[0]
     assert bundle.streams is not None
     facts = replace(bundle.streams, mode=mode)
     assert RUN.stop + facts.streams == len(LONGER) - 1
     model, arrays = of_mlx(*shipped)
-    rng = np.random.default_rng(1)
-    width, rank = bundle.config.hidden_size, facts.pruning_rank
-    for side, shape in (("down", (rank, width)), ("up", (width, rank))):
-        arrays[f"pruning.{side}"] = mx.array(rng.standard_normal(shape).astype(np.float32) / shape[1] ** 0.5)
     window = TrainingWindow(LONGER, entering(model, LONGER))
     top = load_top(bundle, facts.first_layer)
     loss, found = mx.value_and_grad(stream_loss)(arrays, facts, top, window, RUN, resident_tokens)
 
-    monkeypatch.setattr(recipe_loss, "PRUNING_EVERY", 1)
     base, streams = of_recipe(bundle, facts, arrays)
     batch = recipe_loss.Batch(
         torch.tensor([LONGER]), torch.tensor([list(RUN)]), len(LONGER), (resident_tokens,)

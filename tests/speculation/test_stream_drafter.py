@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,26 +11,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.config import SamplingConfig
-from ondevice.errors import UnsupportedModelError
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.stream_pruning import PrunedDraft, RulePruning
 from ondevice.model.transformer import ForwardOutput
 from ondevice.response import Response
-from ondevice.runtime import engine
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
 from ondevice.speculation import registry
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import DRAFT_NODES
-from tests.support.bundles import copy_files
 from tests.support.engines import always_draft
-from tests.support.made_up_streams import add_streams
 
 SHIPPED = shipped_folder() / "small-relu"
 COUNT, VOCAB = 3, 120
@@ -83,66 +75,13 @@ def test_the_shipped_streams_draft_what_comes(
     sampling, expected = plain_answers
     always_draft(monkeypatch, [nodes])
     monkeypatch.setattr(TreePolicy, "row_share", 0.0)
-    monkeypatch.setattr(engine, "MultiStreamDrafting", partial(MultiStreamDrafting, candidates=candidates))
+    few = MultiStreamDrafting(candidates=candidates)
+    monkeypatch.setattr(registry, "MultiStreamDrafter", partial(MultiStreamDrafter, options=few))
     with load(SHIPPED, sparsity="dense", speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
     drawn = sum(answer.stats.generated_tokens - 1 for answer in found)
     assert drawn > least * sum(answer.stats.decode_passes for answer in found)
-
-
-@pytest.mark.fast("sampled-exact")
-@pytest.mark.parametrize("sparsity", ["dense", "exact"])
-def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
-    plain_answers: tuple[dict[str, Any], list[tuple[int, ...]]],
-    sparsity: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sampling, expected = plain_answers
-    always_draft(monkeypatch, [DRAFT_NODES, 5])
-    pruned = kept = 0
-    prune = RulePruning.__call__
-
-    def counting(pruning: RulePruning, entering: Any) -> PrunedDraft:
-        nonlocal pruned, kept
-        chosen = prune(pruning, entering)
-        kept += len(chosen.tokens)
-        pruned += len(pruning.rule.tokens) - len(chosen.tokens)
-        return chosen
-
-    monkeypatch.setattr(RulePruning, "__call__", counting)
-    options: Any = {"sparsity": sparsity, "speculation": "streams", "threads": 1}
-    with load(SHIPPED, draft_pruning=0.02, **options) as model:
-        found = list(answers(model, **sampling))
-    assert [answer.tokens for answer in found] == expected
-    assert min(pruned, kept) > 100
-    drawn = sum(answer.stats.generated_tokens - 1 for answer in found)
-    assert drawn > 1.3 * sum(answer.stats.decode_passes for answer in found)
-
-
-@pytest.mark.fast("auto")
-@pytest.mark.parametrize("speculation", ["streams", "auto"])
-def test_the_drafter_keeps_to_the_options(speculation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_PASS_SECONDS", 0.0)
-    made: list[MultiStreamDrafting] = []
-
-    def noted(*arguments: Any) -> MultiStreamDrafter:
-        made.append(arguments[-1])
-        return MultiStreamDrafter(*arguments)
-
-    monkeypatch.setattr(registry, "MultiStreamDrafter", noted)
-    for options in ({}, {"draft_streams": 1}, {"draft_pruning": 0.5}):
-        load(SHIPPED, speculation=speculation, threads=1, **options).close()  # type: ignore[arg-type]
-    default = MultiStreamDrafting()
-    assert made == [default, replace(default, streams=1), replace(default, pruning_threshold=0.5)]
-
-
-def test_streams_without_a_pruning_adapter_can_not_prune(tmp_path: Path) -> None:
-    folder = copy_files(SHIPPED, tmp_path / "bundle")
-    add_streams(folder, pruning_rank=0)
-    with pytest.raises(UnsupportedModelError, match=r"draft_pruning=0\.5 isn't possible.*pruning_rank"):
-        ondevice.inspect(folder, draft_pruning=0.5)
-    assert ondevice.inspect(folder).fits
 
 
 # --- whose streams, and which of them ---------------------------------------------------------------------
@@ -154,15 +93,11 @@ class FakeTransformer:
     def __init__(
         self,
         logits: Float32 | None = None,
-        pruning: Float32 | None = None,
         draft_tokens: NDArray[np.int64] | None = None,
     ) -> None:
-        """logits: (n, V). pruning: (T, V) of a draft's nodes, where there is a pruning adapter.
-
-        draft_tokens: those of a draft head, of which alone there are logits.
-        """
+        """logits: (n, V). draft_tokens: those of a draft head, of which alone there are logits."""
         self.draft_tokens = draft_tokens
-        self.streams = SimpleNamespace(count=COUNT, pruning=pruning, prunes=pruning is not None)
+        self.streams = SimpleNamespace(count=COUNT)
         self.backend = SimpleNamespace(to_numpy=lambda array: array)
         self.ran: list[list[float]] = []
         self._logits = np.eye(VOCAB, dtype=np.float32) * 9 if logits is None else logits
@@ -173,10 +108,6 @@ class FakeTransformer:
 
     def draft_logits(self, states: Float32) -> Float32:
         return self._listed(self._logits[states[:, 0].astype(int)])
-
-    def pruning_logits(self, entering: Float32) -> Float32:
-        assert self.streams.pruning is not None
-        return self._listed(self.streams.pruning[entering[:, 0].astype(int)])
 
     def _listed(self, logits: Float32) -> Float32:
         return logits if self.draft_tokens is None else logits[:, self.draft_tokens]
@@ -201,12 +132,12 @@ def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
 def end_pass(
     drafter: MultiStreamDrafter,
     node: int,
-    tokens: Sequence[int],
+    tokens: int,
     branches: Float32,
     streams: Mapping[int, Float32] | None = None,
 ) -> None:
     drafter.end_pass(
-        ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), [node]
+        ForwardOutput(tokens, np.zeros((tokens, 1), np.float32), branches, streams or {}), [node]
     )
 
 
@@ -220,14 +151,12 @@ def said(drafter: MultiStreamDrafter) -> list[int | None]:
     return [best(drafter, [7] * depth) for depth in range(COUNT + 1)]
 
 
-@pytest.mark.parametrize("tokens", [range(5), [0, 2, 3, 6, 7]], ids=["whole", "pruned"])
 @pytest.mark.parametrize("node", range(5))
-def test_the_streams_are_those_of_the_last_accepted_node(node: int, tokens: Sequence[int]) -> None:
-    """A pass that was pruned counts those that went through it."""
+def test_the_streams_are_those_of_the_last_accepted_node(node: int) -> None:
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2], SamplingConfig())
-    end_pass(drafter, node, tokens, numbered(*range(70, 70 + 5 * COUNT)))
+    end_pass(drafter, node, 5, numbered(*range(70, 70 + 5 * COUNT)))
     assert said(drafter) == [None] * (COUNT + 1)
     prepare(drafter)
     own = [70 + COUNT * node + stream for stream in range(COUNT)]
@@ -241,7 +170,7 @@ def test_a_prompt_leaves_the_streams_of_its_last_token() -> None:
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2, 3, 4, 5], SamplingConfig())
-    end_pass(drafter, 0, range(5), numbered(40, 41, 42))
+    end_pass(drafter, 0, 5, numbered(40, 41, 42))
     prepare(drafter)
     assert said(drafter) == [40, 41, 42, None]
 
@@ -253,22 +182,17 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
     branches = numbered(*range(70, 82))
     streams = {1: numbered(50, 51, 52), 3: numbered(60, 61, 62)}
     for node, expected in ((3, [60, 61, 62]), (1, [50, 51, 52])):
-        end_pass(drafter, node, range(4), branches, streams)
+        end_pass(drafter, node, 4, branches, streams)
         prepare(drafter)
         assert said(drafter) == [*expected, None]
     assert transformer.ran == []
-    # Streams go by places among those that went through the pass, not by nodes of the draft.
-    end_pass(drafter, 3, [0, 2, 3, 5], branches, streams | {5: numbered(1, 2, 3)})
-    prepare(drafter)
-    assert said(drafter) == [60, 61, 62, None]
-    assert transformer.ran == []
     # The path ended elsewhere.
-    end_pass(drafter, 2, range(4), branches, streams)
+    end_pass(drafter, 2, 4, branches, streams)
     prepare(drafter)
     assert said(drafter) == [76, 77, 78, None]
     assert transformer.ran == [[76, 77, 78]]
     # A pass without streams, of a model that none were asked of, leaves nothing to draft from.
-    drafter.end_pass(ForwardOutput(range(1), numbered(0)), [0])
+    drafter.end_pass(ForwardOutput(1, numbered(0)), [0])
     prepare(drafter)
     assert said(drafter) == [None] * (COUNT + 1)
 
@@ -277,20 +201,11 @@ def test_streams_take_no_place_that_the_cache_has_not() -> None:
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1], SamplingConfig())
-    end_pass(drafter, 0, range(1), numbered(40, 41, 42))
+    end_pass(drafter, 0, 1, numbered(40, 41, 42))
     prepare(drafter, COUNT - 1)
     assert (said(drafter)[0], transformer.ran) == (None, [])
     prepare(drafter, COUNT)
     assert said(drafter)[0] == 40
-
-
-def test_only_as_many_streams_draft_as_are_asked_for() -> None:
-    drafter = drafter_of(FakeTransformer(), streams=2, candidates=1)
-    drafter.begin([1], SamplingConfig())
-    end_pass(drafter, 0, range(1), numbered(40, 41, 42))
-    prepare(drafter)
-    assert said(drafter) == [40, 41, None, None]
-    assert len(list(drafter.propose(()))) == 1
 
 
 @pytest.mark.parametrize(
@@ -310,7 +225,7 @@ def test_streams_that_know_the_law_draft_every_draw(sampling: SamplingConfig) ->
     drafter.begin(text, sampling)
     first: list[float] = []
     for turn in range(120):
-        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
+        end_pass(drafter, 0, 1, numbered(*range(COUNT)))
         prepare(drafter)
         path: list[int] = []
         for stream in range(COUNT):
@@ -350,7 +265,7 @@ def test_streams_with_a_draft_head_draft_what_is_drawn_among_its_tokens(sampling
     lacked = next(token for token in range(VOCAB) if token not in listed)
     chances = np.zeros((120, COUNT))
     for turn in range(120):
-        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
+        end_pass(drafter, 0, 1, numbered(*range(COUNT)))
         prepare(drafter)
         path: list[int] = []
         for stream in range(COUNT):
@@ -376,7 +291,7 @@ def test_a_repetition_penalty_reads_the_path_that_is_asked_for() -> None:
     logits[:, [10, 11, 12, 13]] = 8.0, 7.0, 6.0, 5.0
     drafter = drafter_of(FakeTransformer(logits))
     drafter.begin([10], SamplingConfig(repetition_penalty=4.0))
-    end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
+    end_pass(drafter, 0, 1, numbered(*range(COUNT)))
     prepare(drafter)
     paths = [(), (11,), (12,), (11, 12), (12, 13), (13, 12)]
     assert [best(drafter, path) for path in paths] == [11, 12, 11, 13, 11, 11]
@@ -391,7 +306,7 @@ def test_what_never_comes_is_soon_not_expected() -> None:
     drafter = drafter_of(FakeTransformer(logits))
     drafter.begin([1], SamplingConfig(temperature=1.0, seed=0))
     for _ in range(60):
-        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
+        end_pass(drafter, 0, 1, numbered(*range(COUNT)))
         prepare(drafter)
         for token in (10, 12, 11):
             drafter.observe(token, LOGITS)

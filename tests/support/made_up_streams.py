@@ -24,7 +24,6 @@ def made_up_arrays(
     layers: int = 1,
     attention_rank: int = 8,
     feed_forward_rank: int = 8,
-    pruning_rank: int = 4,
     seed: int = 0,
     scale: float = 0.1,
 ) -> dict[str, Float32]:
@@ -33,15 +32,13 @@ def made_up_arrays(
     layers: the last ones of the model, which have streams.
     """
     rng = np.random.default_rng(seed)
-    hidden, a, f, p = config.hidden_size, attention_rank, feed_forward_rank, pruning_rank
+    hidden, a, f = config.hidden_size, attention_rank, feed_forward_rank
     shapes = {"embeddings": (gamma, hidden)}
     for layer in range(config.num_layers - layers, config.num_layers):
         prefix = f"layers.{layer}"
         shapes |= {f"{prefix}.qkv.down": (a, hidden), f"{prefix}.qkv.up": (config.qkv_size, a)}
         shapes |= {f"{prefix}.out.down": (a, config.query_size), f"{prefix}.out.up": (hidden, a)}
         shapes |= {f"{prefix}.feed_forward.down": (f, hidden), f"{prefix}.feed_forward.up": (hidden, f)}
-    if pruning_rank:
-        shapes |= {"pruning.down": (p, hidden), "pruning.up": (hidden, p)}
     return {
         name: (scale * rng.standard_normal(shape)).astype(np.float32, copy=False)
         for name, shape in shapes.items()
@@ -54,7 +51,6 @@ def add_streams(
     layers: int = 1,
     attention_rank: int = 8,
     feed_forward_rank: int = 8,
-    pruning_rank: int = 4,
     seed: int = 0,
     mode: MultiStreamMode = "lossless",
     bits: Literal[4, 8, 16] = 8,
@@ -66,8 +62,7 @@ def add_streams(
     parts: those of a layer whose adapters do anything.
     """
     config = Bundle.open(folder).config
-    ranks = attention_rank, feed_forward_rank, pruning_rank
-    arrays = made_up_arrays(config, gamma, layers, *ranks, seed, scale)
+    arrays = made_up_arrays(config, gamma, layers, attention_rank, feed_forward_rank, seed, scale)
     for name, array in arrays.items():
         if name.startswith("layers.") and name.split(".")[2] not in parts:
             array.fill(0.0)
@@ -80,7 +75,6 @@ def add_streams(
         first_layer=config.num_layers - layers,
         attention_rank=attention_rank,
         feed_forward_rank=feed_forward_rank,
-        pruning_rank=pruning_rank,
         trained_tokens=1000,
         measured_tokens=100,
         acceptance=[0.5**stream for stream in range(1, gamma + 1)],

@@ -163,7 +163,4 @@ def text_of_met(
 
 def _part(whole: Bundle, edges: Sequence[int], rank: int, runtime: RuntimeConfig) -> Any:
     first, stop = edges[rank], edges[rank + 1]
-    streams = whole.streams
-    # The pruning adapter's logits are the head's.
-    heads = rank == 0 or (streams is not None and first <= streams.first_layer < stop)
-    return resolve(whole.slice(first, stop, heads=heads), runtime)
+    return resolve(whole.slice(first, stop, heads=rank == 0), runtime)

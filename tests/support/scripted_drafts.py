@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from ondevice.api import Model
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.model.stream_pruning import Prune, PrunedDraft
 from ondevice.model.transformer import ForwardOutput
 from ondevice.response import Response
 from ondevice.speculation.drafted_text import PassOutcome
@@ -35,8 +33,8 @@ class Scripted:
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
         self.draft = plain(0)
-        self.prune: Prune | None = None
-        self.streamed = 0
+        self.streamed: Sequence[int] | None = None
+        self.streams = 0
         """Nodes that had streams in their pass."""
 
     def begin(
@@ -75,23 +73,19 @@ class Scripted:
                 depths.append(depth)
         self.sizes.append(len(tokens))
         self.draft = Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
-        self.prune = partial(self._prune, self.draft)
+        self.streamed = self._some(self.draft)
         return [self.draft]
 
-    def _prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
-        """Some nodes end here, with what is behind them; some get streams."""
-        kept = [0]
-        for node in range(1, len(draft)):
-            if draft.parents[node] in kept and self._random.random() < 0.9:
-                kept.append(node)
-        most = min(STREAM_ROWS, self._places - len(kept)) // STREAMS
-        return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
+    def _some(self, draft: Draft) -> Sequence[int]:
+        """Nodes that get streams."""
+        most = min(STREAM_ROWS, self._places - len(draft)) // STREAMS
+        return sorted(self._random.permutation(len(draft))[: max(0, most)].tolist())
 
     def drew(self, token: int, logits: Float32) -> None:
         self._length += 1
 
     def observe(self, text: Scripted, outcome: PassOutcome) -> None:
-        self.streamed += len(outcome.output.streams)
+        self.streams += len(outcome.output.streams)
 
 
 def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:

@@ -92,14 +92,10 @@ class StreamTwin:
         for i, layer in enumerate(self.weights.layers):
             x = self.feed_forward(i, layer, self.attention(i, layer, x))
         said, guessed = self.logits(x).log_softmax(-1).split([self.first_stream, len(x) - self.first_stream])
-        entering = self.x[self.run.start : self.run.stop]
-        low = entering @ self.given["pruning.down"].T @ self.given["pruning.up"].T
-        early = self.logits(entering + low).log_softmax(-1)
         loss, shared = 0.0, self.streams.mode == "shared"
         chances = said.detach().exp()
         one_hot = self.torch.eye(self.config.vocab_size, dtype=self.torch.float64)[self.tokens]
         for n, t in enumerate(self.run):
-            loss = loss - (chances[t] * early[n]).sum() / len(self.run)
             for j in range(1, self.streams.streams + 1):
                 weight = self.stream_weight if shared else 1 / self.streams.streams
                 loss = loss - weight * (

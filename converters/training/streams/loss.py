@@ -37,14 +37,13 @@ from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import MlxLinear, activate, normed
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
+from ondevice.bundle.streams import EMBEDDINGS, MultiStreams, layer_prefix
 from ondevice.converters.quantize import dequantize, quantize
 from ondevice.converters.training.streams.options import longest_run, resident_prefix
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import PrunedDraft
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
 from ondevice.model_config import FeedForwardSpec, ModelConfig
@@ -204,10 +203,7 @@ def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: in
         for prefix in map(layer_prefix, range(streams.first_layer, streams.first_layer + num_layers))
     )
     embeddings = tuple(parameters[EMBEDDINGS][stream] for stream in range(streams.streams))
-    pruning = low_rank(PRUNING) if streams.pruning_rank else None
-    return MultiStreamWeights(
-        embeddings, 0, layers, pruning, streams.mode == "shared", len(embeddings), pruning is not None
-    )
+    return MultiStreamWeights(embeddings, 0, layers, streams.mode == "shared", len(embeddings))
 
 
 def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
@@ -243,7 +239,7 @@ def stream_loss(
     Stream j of the token at t drafts the token at t + 1 + j. Its loss is the cross-entropy to the model's own
     distribution there, given the text up to t + j, as when draft tokens are verified. In lossless mode the
     loss is the mean of these. In shared mode it is a tenth of each stream's, plus the loss of the text's own
-    next tokens. The pruning adapter drafts the token at t + 1; its loss, computed in the same way, is added.
+    next tokens.
 
     Args:
         parameters: the trained arrays.
@@ -257,14 +253,13 @@ def stream_loss(
     shared, count = streams.mode == "shared", streams.streams
     main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
     drafted = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)
-    early = model.pruning_logits(window.entering[run.start : run.stop]) if streams.pruning_rank else None
     said = mx.softmax(mx.stop_gradient(model.logits(main[run.start : run.stop + count])), axis=-1)
     to_be_said = mx.stack([said[1 + stream : 1 + stream + len(run)] for stream in range(count)], axis=1)
     loss = _soft_cross_entropy(drafted, to_be_said).mean()
     if shared:
         text = mx.array(np.array(window.tokens, dtype=np.int32))
         loss = STREAM_WEIGHT * count * loss + _cross_entropy(model.logits(main[:-1]), text[1:]).mean()
-    return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
+    return loss
 
 
 def right_draft_tokens(model: Transformer, window: TrainingWindow) -> NDArray[np.bool_]:
@@ -313,16 +308,11 @@ def states(
             main.append(model.run(ForwardBatch(tokens), kv, x=x).hidden)
         if len(run):
             tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
-            output = model.run(ForwardBatch(tokens), kv, x=x, prune=_all_with_streams)
+            output = model.run(ForwardBatch(tokens), kv, x=x, streamed=range(len(run)))
             main.append(output.hidden)
             ends += [output.streams[token] for token in range(len(run))]
         at = run.stop
     return mx.concatenate(main), mx.stack(ends)
-
-
-def _all_with_streams(x: mx.array) -> PrunedDraft:
-    tokens = range(x.shape[0])
-    return PrunedDraft(tokens, tokens)
 
 
 def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ondevice.backends.token_tree import MAX_DEPTH
-from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MultiStreamMode
+from ondevice.bundle.streams import MAX_ADAPTER_RANK, MultiStreamMode
 from ondevice.config import MAX_STREAMS, TRAIN_TOKENS
 from ondevice.errors import UsageError
 
@@ -35,12 +35,11 @@ class MultiStreamOptions:
         token. layers: number of last layers that have streams. 0 means half of the layers, MAX_STREAM_LAYERS
         at most. attention_rank: rank of the attention's adapters. It is reduced, as `feed_forward_rank` is,
         if the adapters would exceed `most_of_model`. feed_forward_rank: rank of the feed-forward's adapters.
-        pruning_rank: rank of the pruning adapter; 0 means none. most_of_model: largest number of adapter
-        parameters, as a share of the model's parameters. bits: bits of the stored matrices. tokens: most
-        tokens of the text to use. learning_rate: the highest learning rate of the schedule. batch_tokens:
-        tokens whose streams a step trains, about: run_tokens of each window. run_tokens: tokens of a window
-        whose streams are trained; the other tokens are their context. steps: number of steps. seed: seed of
-        all random numbers.
+        most_of_model: largest number of adapter parameters, as a share of the model's parameters. bits: bits
+        of the stored matrices. tokens: most tokens of the text to use. learning_rate: the highest learning
+        rate of the schedule. batch_tokens: tokens whose streams a step trains, about: run_tokens of each
+        window. run_tokens: tokens of a window whose streams are trained; the other tokens are their context.
+        steps: number of steps. seed: seed of all random numbers.
     """
 
     mode: MultiStreamMode = "lossless"
@@ -48,7 +47,6 @@ class MultiStreamOptions:
     layers: int = 0
     attention_rank: int = 32
     feed_forward_rank: int = 80
-    pruning_rank: int = 8
     most_of_model: float = 0.04
     bits: Literal[4, 8, 16] = 8
     tokens: int = TRAIN_TOKENS
@@ -67,7 +65,6 @@ class MultiStreamOptions:
             ("layers", self.layers >= 0, "0 (half of them) or more"),
             ("attention_rank", 1 <= self.attention_rank <= MAX_ADAPTER_RANK, most_rank),
             ("feed_forward_rank", 1 <= self.feed_forward_rank <= MAX_ADAPTER_RANK, most_rank),
-            ("pruning_rank", 0 <= self.pruning_rank <= MAX_PRUNING_RANK, f"from 0 to {MAX_PRUNING_RANK}"),
             ("most_of_model", 0.0 < self.most_of_model <= 1.0, "above 0 and at most 1"),
             ("bits", self.bits in (4, 8, 16), "4, 8 or 16"),
             ("learning_rate", 0.0 < self.learning_rate <= 1.0, "above 0 and at most 1"),

@@ -66,7 +66,7 @@ MAX_GRADIENT_NORM = 1.0
 """Largest norm of all gradients; larger ones are clipped."""
 MAX_RESIDENT_TOKENS = RESIDENT_PARTS
 """Most recent tokens whose neurons streams are trained with; without ReLU, as many parts of a layer."""
-METHOD = 2
+METHOD = 3
 """Version of the training. It changes whenever the same arguments would give other numbers."""
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
@@ -187,7 +187,6 @@ def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStrea
         first_layer=config.num_layers - layers,
         attention_rank=options.attention_rank,
         feed_forward_rank=options.feed_forward_rank,
-        pruning_rank=options.pruning_rank,
         trained_tokens=sum(len(piece) for piece in pieces) - measured_tokens,
         measured_tokens=measured_tokens,
         acceptance=(0.0,) * options.gamma,

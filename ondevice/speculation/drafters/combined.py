@@ -8,7 +8,6 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune
 from ondevice.model.transformer import ForwardOutput
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals
@@ -85,10 +84,10 @@ class Combined(Drafter):
         for member in self.members:
             member.grown()
 
-    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        """The pruner of the first member that has one; only one drafter uses the streams."""
-        pruners = (member.pruner(draft, row_share) for member in self.members)
-        return next((pruner for pruner in pruners if pruner is not None), None)
+    def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
+        """The nodes of the first member that names some; only one drafter uses the streams."""
+        nodes = (member.streamed(draft, row_share) for member in self.members)
+        return next((each for each in nodes if each is not None), None)
 
     def close(self) -> None:
         for member in self.members:
@@ -127,9 +126,9 @@ class WhileRowsAreCheap(Drafter):
     def propose(self, path: Sequence[int]) -> Proposals:
         return self._drafter.propose(path) if self._asked else []
 
-    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+    def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
         self._row_share = row_share
-        return self._drafter.pruner(draft, row_share) if self._is_cheap else None
+        return self._drafter.streamed(draft, row_share) if self._is_cheap else None
 
     def close(self) -> None:
         self._drafter.close()

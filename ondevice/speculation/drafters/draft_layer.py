@@ -92,7 +92,7 @@ class DraftLayerDrafter(Drafter):
         self._drawn = (*self._drawn, token)
 
     def read(self, output: ForwardOutput) -> None:
-        self._take(output, range(len(output.tokens)))
+        self._take(output, range(output.tokens))
         self._catch_up()
 
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:

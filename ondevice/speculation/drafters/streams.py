@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.stream_pruning import Prune, PruningRule, RulePruning
 from ondevice.model.transformer import ForwardOutput, Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
@@ -30,16 +31,11 @@ class MultiStreamDrafting:
     min_end_chance: smallest chance that the accepted path ends in a node with which the node gets streams in
         the draft's pass. Streams that run later take a pass of their own.
     candidates: number of draft tokens of each stream.
-    streams: number of streams that draft, from the first on; 0: all.
-    pruning_threshold: chance by the pruning adapter below which a node doesn't enter the stream layers
-        (section 3.2.3); 0 prunes nothing.
     """
 
     max_ends: int = 2
     min_end_chance: float = 0.15
     candidates: int = MAX_CANDIDATES
-    streams: int = RuntimeConfig.draft_streams
-    pruning_threshold: float = RuntimeConfig.draft_pruning
 
 
 DEFAULT_STREAMS = MultiStreamDrafting()
@@ -59,9 +55,7 @@ class MultiStreamDrafter(Drafter):
         self._transformer = transformer
         self._count = transformer.streams.count
         self._options = options
-        self._prunes = options.pruning_threshold > 0 and transformer.streams.prunes
-        self._used = min(options.streams or self._count, self._count)
-        self._rankings = [Ranking(options.candidates, transformer.draft_tokens) for _ in range(self._used)]
+        self._rankings = [Ranking(options.candidates, transformer.draft_tokens) for _ in range(self._count)]
         self._max_rows = max_rows
         self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
@@ -93,7 +87,7 @@ class MultiStreamDrafter(Drafter):
 
     def observe(self, token: int, logits: Float32 | None) -> None:
         stream = self._drawn
-        if logits is not None and self._logits is not None and stream < self._used:
+        if logits is not None and self._logits is not None and stream < self._count:
             self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
         self._text.append(token)
         self._drawn += 1
@@ -103,7 +97,7 @@ class MultiStreamDrafter(Drafter):
         node = path[-1]
         self._states = output.streams.get(node)
         if self._states is None and output.branches is not None:
-            row = node if len(output.tokens) == output.branches.shape[0] // self._count else 0
+            row = node if output.tokens == output.branches.shape[0] // self._count else 0
             self._branches = output.branches[row * self._count : (row + 1) * self._count]
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
@@ -122,7 +116,7 @@ class MultiStreamDrafter(Drafter):
             raise BundleError("the streams compute logits that are not finite; train them again") from None
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        if self._logits is None or len(path) >= self._used:
+        if self._logits is None or len(path) >= self._count:
             return []
         stream = len(path)
         ranked = self._ranked[stream]
@@ -132,21 +126,21 @@ class MultiStreamDrafter(Drafter):
             self._ranked[stream] = ranked
         return ranked
 
-    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        """The pass's rows of streams save a pass of their own.
+    def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
+        """The likeliest ends of the accepted path, as rows of streams in this pass save a pass later.
 
-        That pass takes about the time of a plain pass over as many layers, plus row_share of it for every row
-        but the first.
+        The path ends in a node if it reaches the node and none of the node's children is right. A pass of
+        streams alone takes about the time of a plain pass over as many layers, plus row_share of it for every
+        row but the first.
         """
+        if len(draft) == 1:
+            # The next pass may have no draft either; if it has one, the streams run then.
+            return ()
+        ends = np.array(draft.chances)
+        for node in range(1, len(draft)):
+            ends[draft.parents[node]] -= draft.chances[node]
         break_even = self._count * row_share / (1 + (self._count - 1) * row_share)
-        rule = PruningRule(
-            draft.tokens,
-            draft.parents,
-            draft.chances,
-            threshold=self._options.pruning_threshold if self._prunes else 0.0,
-            places=self._places,
-            count=self._count,
-            max_ends=self._max_ends,
-            min_end_chance=max(break_even, self._options.min_end_chance),
-        )
-        return RulePruning(self._transformer, rule)
+        least = max(break_even, self._options.min_end_chance)
+        most = min(self._max_ends, (self._places - len(draft)) // self._count)
+        likeliest = np.argsort(-ends, kind="stable")[: max(0, most)]
+        return sorted(int(node) for node in likeliest if ends[node] >= least)

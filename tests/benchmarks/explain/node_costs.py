@@ -32,7 +32,6 @@ from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
-from ondevice.model.stream_pruning import Prune
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
 from ondevice.speculation.drafted_text import PassOutcome
@@ -132,7 +131,7 @@ class Schedule:
         self._next = 0
         self._bytes = 0
         self.draft = plain(0)
-        self.prune: Prune | None = None
+        self.streamed: Sequence[int] | None = None
         """Nothing is drafted by streams here."""
 
     @property

@@ -33,7 +33,6 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import (
     EMBEDDINGS,
-    PRUNING,
     STREAMS,
     STREAMS_SIDECAR,
     MultiStreams,
@@ -90,7 +89,6 @@ def copy_sidecars(source: Path, folder: Path, frequencies: Sequence[Float32], to
         first_layer=facts.first_layer,
         attention_rank=facts.attention_rank,
         feed_forward_rank=facts.feed_forward_rank,
-        pruning_rank=facts.pruning_rank,
         trained_tokens=facts.trained_tokens,
         measured_tokens=facts.measured_tokens,
         acceptance=facts.acceptance,
@@ -151,8 +149,6 @@ def _stream_arrays(
 
 def _old_name(model: EmbeddedModel, name: str) -> str | None:
     """The small model's name for a tensor of the large one's; None if it has none."""
-    if name.startswith(f"{PRUNING}."):
-        return name
     _, layer, rest = name.split(".", 2)
     return f"layers.{model.layers.index(int(layer))}.{rest}" if model.is_real(int(layer)) else None
 

@@ -78,10 +78,10 @@ def pieces_of(text: str = SENTENCE, count: int = 8, tokens: int = 96) -> list[li
 def facts(
     config: ModelConfig, mode: Any = "lossless", first_layer: int = 0, count: int = COUNT
 ) -> MultiStreams:
-    """Of streams of ranks 3, 5 and 2."""
+    """Of streams of ranks 3 and 5."""
     shape = {"streams": count, "first_layer": first_layer, "attention_rank": 3, "feed_forward_rank": 5}
     text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * count, "sha256": "", "crcs": ()}
-    return MultiStreams(model="", mode=mode, bits=8, pruning_rank=2, **shape, **text)  # type: ignore[arg-type]
+    return MultiStreams(model="", mode=mode, bits=8, **shape, **text)  # type: ignore[arg-type]
 
 
 def random_parameters(config: ModelConfig, streams: MultiStreams, seed: int = 1) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_gradients_equal_those_of_torch(mode: str, resident_tokens: int) -> None
     top, window = random_top()
     streams = facts(CONFIG, mode)
     parameters = random_parameters(CONFIG, streams)
-    assert len(parameters) == 1 + 2 * 6 + 2
+    assert len(parameters) == 1 + 2 * 6
     loss, gradients = mx.value_and_grad(stream_loss)(parameters, streams, top, window, RUN, resident_tokens)
     expected, theirs = StreamTwin(
         top, window, streams, RUN, resident_tokens, STREAM_WEIGHT
@@ -384,11 +384,8 @@ def test_adapters_are_a_small_part_of_the_model(bundle: Path, tmp_path: Path) ->
     assert 0.03 * opened.parameters < found.facts.adapter_parameters(opened.config) < 0.04 * opened.parameters
     top = load_top(opened, 2)
     assert (top.config.num_layers, len(top.weights.layers)) == (1, 1)
-    wide, _ = losses_of(
-        bundle, tmp_path / "other", steps=1, most_of_model=1.0, layers=3, pruning_rank=0, gamma=2
-    )
+    wide, _ = losses_of(bundle, tmp_path / "other", steps=1, most_of_model=1.0, layers=3, gamma=2)
     assert (wide.facts.attention_rank, wide.facts.feed_forward_rank, wide.facts.first_layer) == (32, 80, 0)
-    assert not any(name.startswith("pruning") for name in wide.arrays)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +453,7 @@ def test_the_command_adds_streams(ondevice: Run, bundle: Path, tmp_path: Path) -
     assert again.code == 2
     assert f"trained on {found.trained_tokens} tokens, which new ones would replace" in again.err
     assert Bundle.open(copied).streams == found
-    shape = {"gamma": 2, "layers": 2, "attention-rank": 3, "feed-forward-rank": 2, "pruning-rank": 0}
+    shape = {"gamma": 2, "layers": 2, "attention-rank": 3, "feed-forward-rank": 2}
     options = ["--mode", "lossless", *(f"--{name}={value}" for name, value in shape.items())]
     made = ondevice(*command, *options, "--replace", stdin=30 * SENTENCE)
     assert made.code == 0, made.err
@@ -464,6 +461,6 @@ def test_the_command_adds_streams(ondevice: Run, bundle: Path, tmp_path: Path) -
     assert "loss" in made.err
     lossless = Bundle.open(copied).streams
     assert lossless is not None
-    assert (lossless.streams, lossless.first_layer, lossless.pruning_rank) == (2, 1, 0)
+    assert (lossless.streams, lossless.first_layer) == (2, 1)
     assert (lossless.attention_rank, lossless.feed_forward_rank) == (3, 2)
     assert ondevice(*command, "--mode", "shared", "--replace", stdin=SENTENCE).code == 2

@@ -36,7 +36,6 @@ class MultiStreamSizes:
     gamma: int = 4
     attention_rank: int = 32
     feed_forward_rank: int = 80
-    pruning_rank: int = 8
 
 
 class Adapter(nn.Module):
@@ -77,7 +76,6 @@ class MultiStreams(nn.Module):
         self.embeddings = nn.Parameter(torch.randn(sizes.gamma, width) * EMBEDDING_STD)
         stream_layers = range(self.first_layer, shape.num_hidden_layers)
         self.layers = nn.ModuleDict({str(i): LayerAdapters(width, sizes) for i in stream_layers})
-        self.pruning = Adapter(width, width, sizes.pruning_rank)
 
     def forward(
         self, base: Frozen, trace: Trace, positions: Tensor, stride: int = 1, masks: Sequence[Tensor] = ()
@@ -102,11 +100,6 @@ class MultiStreams(nn.Module):
             mask = masks[index][:, :, None] if masks else None
             streams = streams + self._feed_forward(base, layer, adapters, streams, mask)
         return base.normed(streams, base.final_norm)
-
-    def pruned(self, base: Frozen, entering: Tensor) -> Tensor:
-        """(..., D) hidden states for the head, for the pruning adapter's early draft of the next token."""
-        changed = entering + self.pruning(entering.to(base.dtype)).float()
-        return base.normed(changed, base.final_norm)
 
     def main(self, base: Frozen) -> Frozen:
         """The main stream of the shared mode: the base, with these adapters in its last layers too."""

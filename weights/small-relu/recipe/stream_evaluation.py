@@ -200,19 +200,6 @@ def shares(counts: dict[str, list[int]]) -> list[float]:
     ]
 
 
-def pruning_figures(
-    main: Frozen, streams: MultiStreams, ids: Tensor, own: NDArray[np.bool_]
-) -> dict[str, float]:
-    """Share of the base's tokens that are the pruning adapter's likeliest, or among its 3 or 8 likeliest."""
-    ranks = []
-    for part in ids.split(BATCH):
-        entering = main.trace(part, streams.first_layer).entering
-        logits = functional.linear(streams.pruned(main, entering)[:, :-1], main.head).float()
-        ranks.append((logits > logits.gather(2, part[:, 1:, None])).sum(-1))
-    rank = torch.cat(ranks).numpy()[own[:, 1:]]
-    return {f"top_{top}": round(float((rank < top).mean()), 3) for top in (1, 3, 8)}
-
-
 def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, rows: int) -> dict[str, Any]:
     """Stats by style, domain and mask."""
     main = streams.main(base) if shared else base
@@ -234,7 +221,6 @@ def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, row
                     for nodes, accepted in drafted.best_first.items()
                 },
             }
-        figures["pruning"] = pruning_figures(main, streams, ids, own)
         found.setdefault(style, {})[domain] = figures
     return found
 

@@ -24,8 +24,6 @@ from recipe.multi_stream import MultiStreams, recently_active
 Mode = Literal["lossless", "shared"]
 STREAM_WEIGHT = 0.1
 """Weight of each stream's loss in shared mode; the main stream's loss has weight 1 (arXiv 2402.11131)."""
-PRUNING_EVERY = 4
-"""The pruning adapter is trained at every fourth drawn position: it is small, and learns fast."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Judge:
         SoftCrossEntropy.errors = staticmethod(torch.compile(soft_errors, dynamic=False))
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """The loss to minimise, and by name the cross-entropy of each stream and of the pruning adapter."""
+        """The loss to minimise, and by name the cross-entropy of each stream."""
         base, ids, gamma = self.base, batch.ids, self.streams.sizes.gamma
         if self.mode == "lossless":
             with torch.no_grad():
@@ -121,8 +119,6 @@ class Judge:
         )
         by_stream = ((losses.view(known.shape) * known).sum((0, 1)) / known.sum((0, 1))).tolist()
         seen = {f"stream_{j}": value for j, value in enumerate(by_stream, 1)}
-        pruning, seen["pruning"] = self._pruning(trace, batch, chances, first)
-        total = total + pruning
         if self.mode == "shared":
             main, seen["main"] = self._main(trace, ids)
             total = total + main
@@ -133,16 +129,6 @@ class Judge:
         flat = trace.final.detach().flatten(0, 1)
         parts = [torch.softmax((part @ self.base.head.t()).float(), -1) for part in flat.split(LOSS_CHUNK)]
         return torch.cat([part.to(self.base.dtype) for part in parts])
-
-    def _pruning(self, trace: Trace, batch: Batch, chances: Tensor, first: Tensor) -> tuple[Tensor, float]:
-        """Loss of the pruning adapter's draft of the next token against the main stream, and its mean."""
-        positions, rows = batch.positions[:, ::PRUNING_EVERY], torch.arange(len(batch.ids))[:, None]
-        entering = trace.entering[rows, positions].detach()
-        hidden = self.streams.pruned(self.base, entering).flatten(0, 1)
-        targets = first[:, ::PRUNING_EVERY].flatten()
-        weights = torch.full((len(hidden),), 1 / len(hidden))
-        total, losses = SoftCrossEntropy.apply(hidden, self.base.head, chances, targets, weights)
-        return total, losses.mean().item()
 
     def _main(self, trace: Trace, ids: Tensor) -> tuple[Tensor, float]:
         """The main stream's loss for the text's next tokens, and its mean."""

@@ -73,7 +73,6 @@ def write_sidecar(
         first_layer=streams.first_layer,
         attention_rank=sizes.attention_rank,
         feed_forward_rank=sizes.feed_forward_rank,
-        pruning_rank=sizes.pruning_rank,
         trained_tokens=training.steps * training.windows * CONTEXT // training.stride,
         measured_tokens=measured,
         acceptance=acceptance,
@@ -89,7 +88,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=("lossless", "shared"))
     for name in ("steps", "windows", "stride", "seed", "layers", "gamma"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("attention-rank", "feed-forward-rank", "pruning-rank", "warmup-steps"):
+    for name in ("attention-rank", "feed-forward-rank", "warmup-steps"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "continued-share", "masked-share"):
         parser.add_argument(f"--{name}", type=float)
