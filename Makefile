@@ -48,7 +48,7 @@ NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice
 	ondevice/flash/*.cc ondevice/flash/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 
-.PHONY: help build chat test test-slow test-real check check-python check-types check-native format clean
+.PHONY: help build chat test axe test-slow test-real check check-python check-types check-native format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -114,7 +114,14 @@ test: $(STAMPS)/test
 	@$(REAL_MODELS) --optional smollm2
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
-test-slow: $(STAMPS)/test
+# Looks at the page for what screen readers can't use. Where npm can't bring it, its test is skipped.
+AXE := axe-core@4.14.1
+axe: build/axe/$(AXE)
+build/axe/$(AXE):
+	-@npm install --prefix build/axe --ignore-scripts --no-audit --no-fund --no-save --no-package-lock --loglevel error $(AXE) \
+		&& touch $@
+
+test-slow: $(STAMPS)/test axe
 	@$(PY) -m pytest -q -m "slow and not real" --timeout 3600 $(TEST_ARGS) tests
 
 test-real: $(STAMPS)/test models

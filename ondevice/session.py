@@ -250,6 +250,8 @@ class Session:
     ) -> tuple[SamplingConfig, PromptOptions]:
         """The options of a reply, with what it has to obey, and how its calls are to be read."""
         config, template = sampling_options(sampling, options), self._host.chat_template
+        if prompt.reply_prefix is not None and (prompt.must_call or config.constraint is not None):
+            raise UsageError("a reply that has to obey a schema can't be continued; ask for a new one")
         if prompt.must_call:
             if config.constraint is not None:
                 raise UsageError("a reply that must call a tool obeys the tool's schema; give no constraint")
@@ -362,8 +364,9 @@ class _Reply:
         """ids: the prompt's, from which calls get ids of their own, the same for the same prompt."""
         self.begun = False
         self._parser, self._prompt, self._ids = parser, prompt, ids
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
+        prefix = prompt.reply_prefix
+        self._texts: list[str] = [] if prefix is None else [prefix.text]
+        self._thoughts: list[str] = [] if prefix is None else [prefix.thinking]
         self._calls: list[ToolCall] = []
         self._written: list[str] | None = None
         """Parts of the arguments of a call that has begun."""

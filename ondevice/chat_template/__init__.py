@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from traceback import walk_tb
@@ -173,6 +174,10 @@ class ChatTemplate:
 
         Raises UsageError where the model can't be told not to think.
         """
+        if options.reply_prefix is not None:
+            prefix, parser = options.reply_prefix, self.reply_parser(replace(options, reply_prefix=None))
+            parser.take(None, prefix.thought(self._marks or ()) + prefix.text)
+            return parser
         tools = {tool.name: tool for tool in options.tools}
         if self._has_channels:
             return Channels(self._special, tools)
@@ -251,6 +256,24 @@ class ChatTemplate:
         most: number of ids that the caller can use. If there are more, only some of them may be returned, but
             more than `most`.
         """
+        ids = self._encoded(messages, tokenizer, options, add_generation_prompt, most)
+        if (prefix := options.reply_prefix) is None:
+            return ids
+        if self._has_channels:
+            raise UsageError("replies of this model can't be continued; ask for a new one")
+        if self.is_default:
+            prefix = replace(prefix, text=f" {prefix.text}")
+        return ids + prefix.encode(tokenizer, self._marks or (), self._tail(ids))
+
+    def _encoded(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        options: PromptOptions,
+        add_generation_prompt: bool,
+        most: int | None,
+    ) -> list[int]:
+        """Token ids of `encode` without the beginning of a reply."""
         checked = self._checked(messages, options)
         for message in checked:
             # Checked first, so that no copies are made of a message longer than any context.

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.errors import UsageError
 
 MAX_TOOLS = 256
@@ -105,6 +106,7 @@ class PromptOptions:
     parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
     must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
     calls_alone: whether calls come without a text: marks of calls inside a text then are text.
+    reply_prefix: what the prompt ends with, where the model continues a reply. None: it begins one.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -112,6 +114,7 @@ class PromptOptions:
     parallel_calls: bool = True
     must_call: tuple[str, ...] = ()
     calls_alone: bool = False
+    reply_prefix: ReplyPrefix | None = None
 
     @staticmethod
     def checked(

@@ -226,8 +226,8 @@ def _all_tokens(model: Model, asked: Asked) -> int:
 def _prompt_ids(model: Model, asked: Asked) -> Sequence[int]:
     """Token ids of a prompt; of one that is longer than the context perhaps not all, but more than that."""
     if asked.messages is not None:
-        prompting = _prompting(model, asked)
-        return model.chat_ids(asked.messages, tools=prompting.tools, think=prompting.think)
+        template, most = model.chat_template, model.plan.max_context
+        return template.encode(asked.messages, model.tokenizer, options=_prompting(model, asked), most=most)
     if isinstance(asked.prompt, str):
         return model.prompt_ids(asked.prompt, suffix=asked.suffix)
     return asked.prompt or ()

@@ -47,12 +47,14 @@ async def _tokenize(service: Service, request: Request) -> Response:
     model = service.models.find(fields.text("model"))
     text = fields.text("content", "") or ""
     add_bos, special = fields.boolean("add_special"), fields.boolean("parse_special", True)
-    with_pieces = fields.boolean("with_pieces")
+    with_pieces, counts = fields.boolean("with_pieces"), fields.boolean("count")
     fields.close()
     async with service.models.at_hand(model) as loaded:
         tokenizer = loaded.model.tokenizer
         encode = partial(tokenizer.encode, add_bos=add_bos and tokenizer.add_bos, special=special)
         ids = await asyncio.to_thread(encode, text)
+    if counts:
+        return json_answer({"count": len(ids)})
     if not with_pieces:
         return json_answer({"tokens": ids})
     return json_answer({"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]})

@@ -64,6 +64,12 @@ class Metrics:
         """A counter or a gauge that has no labels."""
         return self._values[name, ()]
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Draft tokens of generations that ended, and how many of them became text."""
+        drafted, accepted = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
+        return self._ended[drafted], self._ended[accepted]
+
     def generated(self, stats: GenerationStats, reason: str) -> None:
         """Count a generation that came to its end."""
         self.add("generations_total", reason=reason)

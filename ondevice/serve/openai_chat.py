@@ -17,6 +17,8 @@ from starlette.routing import Route
 
 from ondevice.callbacks import PromptProgress
 from ondevice.chat_template import SWITCHES
+from ondevice.chat_template.messages import Message
+from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
@@ -108,6 +110,10 @@ def _read(service: Service, fields: Fields) -> _Request:
     stream, include_usage = take_stream(fields)
     tells_progress = fields.boolean("return_progress")
     prompting = take_prompting(fields, model)
+    if fields.boolean("continue_final_message"):
+        messages, prefix = _cut_reply(fields, messages)
+        prompting = replace(prompting, reply_prefix=prefix)
+        fields.ignore("add_generation_prompt")
     fields.neutral("functions", [], why=NO_FUNCTIONS)
     fields.neutral("function_call", "none", "auto", why=NO_FUNCTIONS)
     fields.neutral("modalities", ["text"])
@@ -137,6 +143,16 @@ def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
                 think = variables.boolean(name, True)
         variables.close()
     return replace(prompting, think=think)
+
+
+def _cut_reply(fields: Fields, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], ReplyPrefix]:
+    """The messages before a reply that was cut, and its text, which the model continues."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not (last["content"] or last.get("thinking")):
+        fields.refuse(
+            "continue_final_message", "needs an assistant's message with text, and no calls, as the last"
+        )
+    return messages[:-1], ReplyPrefix(last["content"], last.get("thinking") or "")
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:

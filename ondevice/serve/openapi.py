@@ -170,6 +170,7 @@ CHAT = OPENAI | {
     "reasoning_effort": EFFORT,
     "chat_template_kwargs": _object("", **dict.fromkeys(SWITCHES, FLAG)),
     "return_progress": FLAG,
+    "continue_final_message": FLAG,
 }
 THOUGHT = _object("type text", type=_word("reasoning_text"), text=TEXT)
 INPUT_ITEM = _any(
@@ -317,7 +318,11 @@ POSTS: dict[str, Schema] = {
         **LLAMA_CPP,
     ),
     "/tokenize": _object(
-        "content", model=TEXT, content=TEXT, add_special=FLAG, parse_special=FLAG, with_pieces=FLAG
+        "content",
+        model=TEXT,
+        content=TEXT,
+        count=FLAG,
+        **dict.fromkeys(("add_special", "parse_special", "with_pieces"), FLAG),
     ),
     "/detokenize": _object("tokens", model=TEXT, tokens=_list(_integer(0, 255))),
     "/apply-template": _object(

@@ -249,6 +249,7 @@ def test_tokens_and_texts_are_the_tokenizer_s(server: Serving) -> None:
     assert tokenize() == special
     assert tokenize(parse_special=False) == spelt
     assert tokenize(add_special=True) == [BOS, *special]
+    assert server.post("/tokenize", {"content": "<|user|>é", "count": True}).json == {"count": len(special)}
     pieces = tokenize(with_pieces=True)
     assert [it["id"] for it in pieces] == special
     assert [it["piece"] for it in pieces] == ["<|user|>", [0xC3], [0xA9]]

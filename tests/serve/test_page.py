@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -27,6 +28,8 @@ from tests.support.serving import Serving, serving, until
 
 FILES = sorted(routes.OPEN_PATHS)
 CHAT = "/v1/chat/completions"
+MAX_PAGE_BYTES = 100_000
+"""Weight of all files as they are sent; half of it is room."""
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 
 
@@ -45,7 +48,22 @@ def following(server: Serving, **headers: str) -> Iterator[Iterator[Any]]:
 
 
 def test_there_are_files(server: Serving) -> None:
-    assert {"/", "/page/chat.js", "/page/style.css"} < set(FILES)
+    assert {"/", "/page/app.js", "/page/style.css"} < set(FILES)
+
+
+def test_the_files_are_kept_by_browsers_and_weigh_little(server: Serving) -> None:
+    nbytes = 0
+    for path in FILES:
+        plain = server.request("GET", path)
+        answer = server.request("GET", path, accept_encoding="gzip, br")
+        assert answer.headers["content-encoding"] == "gzip"
+        assert gzip.decompress(answer.body) == plain.body
+        nbytes += len(answer.body)
+        known = server.request("GET", path, if_none_match=answer.headers["etag"])
+        assert (known.status, known.body) == (304, b"")
+        assert "default-src 'none'" in known.headers["content-security-policy"]
+        assert server.request("GET", path, if_none_match='W/"other"').status == 200
+    assert nbytes < MAX_PAGE_BYTES
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -98,6 +116,31 @@ def test_with_a_key_the_files_are_open_and_the_rest_is_not(chat_bundle: Path) ->
             assert server.post("/page/budget", body, x_api_key="secret", Origin=origin).status == status
         with following(server, x_api_key="secret") as states:
             assert next(states)["loaded"] == server.model.name
+
+
+def test_models_tell_their_context_what_is_recommended_and_what_they_can(server: Serving) -> None:
+    with following(server) as states:
+        told = next(states)["models"][server.model.name]
+    assert told["context"] == server.model.plan.max_context
+    assert told["sampling"] == {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    assert told["abilities"] == []
+
+
+def test_drafts_are_told_as_replies_end() -> None:
+    question = {"role": "user", "content": "Find me a restaurant in San Jose."}
+    with serving(load(threads=1)) as server, following(server) as states:
+        assert next(states)["draft_tokens"] == 0
+        server.post(CHAT, {"messages": [question], "temperature": 0})
+        state = next(state for state, _ in zip(states, range(20), strict=False) if state["draft_tokens"])
+        lines = server.request("GET", "/metrics").body.decode().splitlines()
+        for name, metric in (("draft_tokens", "draft"), ("accepted_tokens", "accepted")):
+            assert f"llamacpp:spec_decode_num_{metric}_tokens_total {state[name]}" in lines
 
 
 def test_the_budget_changes_at_once_and_says_so() -> None:

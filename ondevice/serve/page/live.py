@@ -6,9 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+from ondevice.chat_template import abilities
 from ondevice.errors import OndeviceError
 from ondevice.meter import Counters
-from ondevice.serve.models import LoadedModel
+from ondevice.serve.models import LoadedModel, ModelFacts
 from ondevice.units import process_memory
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 INTERVAL_SECONDS = 0.5
 """Least time between two readings, for however many pages look."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of SamplingConfig that a chat's settings have."""
 
 
 class Live:
@@ -24,6 +27,7 @@ class Live:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._abilities = {name: abilities(it.template) for name, it in service.models.facts.items()}
         self._lock = asyncio.Lock()
         self._state: dict[str, Any] = {}
 
@@ -38,21 +42,32 @@ class Live:
     async def _read(self) -> dict[str, Any]:
         service, loaded = self._service, self._service.models.loaded
         plan, counters = None, Counters()
+        drafted, accepted = service.metrics.drafts
         if loaded is not None:
             plan, counters = await asyncio.to_thread(_read_model, loaded)
         return {
-            "models": list(service.models.facts),
+            "models": {name: self._told(facts) for name, facts in service.models.facts.items()},
             "loaded": None if loaded is None else loaded.facts.name,
             "plan": plan,
             "pressure": None if loaded is None else loaded.model.memory_pressure.level,
             "running": service.metrics.value("running_requests"),
             "waiting": service.metrics.value("waiting_requests"),
             "generated_tokens": service.metrics.value("generated_tokens_total"),
+            "draft_tokens": drafted,
+            "accepted_tokens": accepted,
             "flash_bytes_read": counters.flash_bytes_read,
             "cache_hits": counters.neuron_cache_hits,
             "cache_lookups": counters.neuron_cache_lookups,
             "memory_bytes": process_memory().current_bytes,
             "seconds": time.monotonic(),
+        }
+
+    def _told(self, facts: ModelFacts) -> dict[str, Any]:
+        """A model's context in tokens, what its authors recommend, and its template's abilities."""
+        return {
+            "context": self._service.models.context_tokens(facts),
+            "sampling": {name: getattr(facts.sampling, name) for name in SAMPLING},
+            "abilities": self._abilities[facts.name],
         }
 
 
@@ -83,5 +98,6 @@ def shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
         "least_bytes": replanned.minimum_budget_bytes - replanned.others_bytes,
         "full_bytes": replanned.full_bytes,
         "total_bytes": plan.total_bytes,
+        "flash_bytes": max(0, plan.model_bytes - plan.resident_weights_bytes - plan.neuron_cache_bytes),
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in parts.items()],
     }

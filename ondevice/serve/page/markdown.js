@@ -1,26 +1,47 @@
-// Markdown as elements. Text of a model reaches the page as text nodes alone, never as markup.
+// The blocks of Markdown as elements. Text of a model reaches the page as text nodes alone, never as markup.
 //
 // Every scan is bounded or goes forward only, so that no text takes more than about linear time.
 
+import { codeBlock, setCode } from "./code.js";
+import { make } from "./elements.js";
+import { appendInline } from "./inline.js";
+import { mathematics } from "./mathematics.js";
+import { closed } from "./unfinished.js";
+
 const MAX_DEPTH = 8;
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([\w+#.-]{0,30})/;
-const HEADING = /^(#{1,6}) +(.*)$/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
+const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
+const ITEM = /^( *)([-*+•]|\d{1,9}[.)])( +|$)/;
+const TASK = /^\[([ xX])\] /;
 const QUOTE = /^ {0,3}> ?/;
 const DIVIDER = /^ *:?-+:? *$/;
-const LINK = /!?\[([^[\]\n]{0,500})\]\(([^()\s]{1,2000})\)/y;
-const URL_TEXT = /https?:\/\/[^\s<>"'`]{1,2000}/y;
-const SPECIAL = /[\\`*_~[!h\n]/g;
+const FORMULA_ENDS = { $$: "$$", "\\[": "\\]" };
 
 // Shows `text` in `target`. Blocks that are as before keep their elements, so that a long reply grows cheaply.
-export function render(target, text) {
+// unfinished: whether more is to come, so that what the last block leaves open is drawn closed.
+export function render(target, text, unfinished = false) {
   const blocks = split(text.split("\n"));
+  if (unfinished && blocks.length) blocks[blocks.length - 1] = closed(blocks.at(-1));
   const before = target.shownBlocks || [];
   let same = 0;
   while (same < blocks.length && same < before.length && blocks[same] === before[same]) same += 1;
-  while (target.childNodes.length > same) target.lastChild.remove();
-  for (const block of blocks.slice(same)) target.append(element(block.split("\n"), 0));
+  if (
+    same === blocks.length - 1 &&
+    before.length === blocks.length &&
+    growsCode(target.lastChild, before.at(-1), blocks.at(-1))
+  ) {
+    setCode(target.lastChild, fencedText(blocks.at(-1).split("\n")).text);
+  } else {
+    while (target.childNodes.length > same) target.lastChild.remove();
+    for (const block of blocks.slice(same)) target.append(element(block.split("\n"), 0));
+  }
   target.shownBlocks = blocks;
+}
+
+// Whether a block is the code that is shown already, with more lines.
+function growsCode(shown, before, block) {
+  const head = (it) => it.slice(0, it.indexOf("\n") + 1 || it.length);
+  return Boolean(shown?.codeBlock) && FENCE.test(block) && head(before) === head(block);
 }
 
 // The sources of the blocks of `lines`.
@@ -40,6 +61,7 @@ function blockEnd(lines, at) {
   if (!line.trim()) return at + 1;
   const fence = FENCE.exec(line);
   if (fence) return fenceEnd(lines, at, fence[1]);
+  if (formulaMark(line)) return formulaEnd(lines, at);
   if (HEADING.test(line) || isRule(line)) return at + 1;
   if (ITEM.test(line)) return listEnd(lines, at);
   const inside = QUOTE.test(line) ? (it) => QUOTE.test(it) : isTable(lines, at) ? hasBar : null;
@@ -63,6 +85,24 @@ function closes(line, fence) {
   return text.length >= fence.length && text === fence[0].repeat(text.length);
 }
 
+// The mark of a formula that has lines of its own; "" if the line begins none.
+function formulaMark(line) {
+  const text = line.trim();
+  const mark = Object.keys(FORMULA_ENDS).find((it) => text.startsWith(it));
+  if (!mark) return "";
+  // Text behind a formula's end makes it a part of a paragraph.
+  const end = text.indexOf(FORMULA_ENDS[mark], mark.length);
+  return end < 0 || end + FORMULA_ENDS[mark].length === text.length ? mark : "";
+}
+
+function formulaEnd(lines, at) {
+  const close = FORMULA_ENDS[formulaMark(lines[at])];
+  if (lines[at].trim().indexOf(close, 2) > 0) return at + 1;
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() && !lines[end].includes(close)) end += 1;
+  return Math.min(end + 1, lines.length);
+}
+
 function listEnd(lines, at) {
   const base = ITEM.exec(lines[at])[1].length;
   let end = at + 1;
@@ -80,8 +120,16 @@ function listEnd(lines, at) {
 
 function beginsBlock(lines, at) {
   const line = lines[at];
-  return !line.trim() || FENCE.test(line) || HEADING.test(line) || isRule(line) || ITEM.test(line)
-    || QUOTE.test(line) || isTable(lines, at);
+  return (
+    !line.trim() ||
+    FENCE.test(line) ||
+    HEADING.test(line) ||
+    isRule(line) ||
+    ITEM.test(line) ||
+    QUOTE.test(line) ||
+    isTable(lines, at) ||
+    formulaMark(line) !== ""
+  );
 }
 
 function isRule(line) {
@@ -91,16 +139,39 @@ function isRule(line) {
 
 function isTable(lines, at) {
   const next = lines[at + 1];
-  return hasBar(lines[at]) && next !== undefined && hasBar(next)
-    && cells(next).every((cell) => DIVIDER.test(cell)) && cells(next).length === cells(lines[at]).length;
+  return (
+    hasBar(lines[at]) &&
+    next !== undefined &&
+    hasBar(next) &&
+    cells(next).every((cell) => DIVIDER.test(cell)) &&
+    cells(next).length === cells(lines[at]).length
+  );
 }
 
 function hasBar(line) {
   return line.includes("|");
 }
 
+// The cells of a row. A bar in code, or behind a backslash, belongs to its cell.
 function cells(line) {
-  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|");
+  const made = [];
+  let cell = "";
+  let inCode = false;
+  const text = line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/(?<!\\)\|$/, "");
+  for (let at = 0; at < text.length; at += 1) {
+    if (text[at] === "`") inCode = !inCode && text.includes("`", at + 1);
+    if (text[at] === "\\" && text[at + 1] === "|") {
+      cell += "|";
+      at += 1;
+    } else if (text[at] === "|" && !inCode) {
+      made.push(cell);
+      cell = "";
+    } else cell += text[at];
+  }
+  return [...made, cell];
 }
 
 function indent(line) {
@@ -109,58 +180,76 @@ function indent(line) {
 
 function element(lines, depth) {
   const line = lines[0];
-  const fence = FENCE.exec(line);
-  if (fence) return code(lines, fence[1], fence[2]);
-  if (depth > MAX_DEPTH) return made("p", lines.join("\n"));
+  if (FENCE.test(line)) return fenced(lines);
+  if (depth > MAX_DEPTH) return make("p", { dir: "auto", textContent: lines.join("\n") });
+  if (formulaMark(line)) return formula(lines);
   const heading = HEADING.exec(line);
-  // The page's own headings are the first two levels.
-  if (heading) return inlined(made(`h${Math.min(6, heading[1].length + 2)}`), heading[2], 0);
-  if (isRule(line)) return made("hr");
+  // Of one level behind the message's own, as replies leave levels out.
+  if (heading)
+    return directed(
+      inlined("h4", heading[2].replace(/ {1,9}#{1,9} {0,9}$/, ""), { className: `level-${heading[1].length}` }),
+    );
+  if (isRule(line)) return make("hr");
   if (ITEM.test(line)) return list(lines, depth);
-  if (QUOTE.test(line)) return nested(made("blockquote"), lines.map((it) => it.replace(QUOTE, "")), depth);
+  if (QUOTE.test(line))
+    return nested(
+      make("blockquote"),
+      lines.map((it) => it.replace(QUOTE, "")),
+      depth,
+    );
   if (isTable(lines, 0)) return table(lines);
-  return inlined(made("p"), lines.map((it) => it.trim()).join("\n"), 0);
+  return directed(inlined("p", lines.map((it) => it.trim()).join("\n")));
 }
 
-function code(lines, fence, language) {
+function inlined(tag, text, properties = {}) {
+  return appendInline(make(tag, properties), text);
+}
+
+// Lets an element that is filled have the direction of its text. Before, browsers would look for it at each child.
+function directed(element) {
+  element.dir = "auto";
+  return element;
+}
+
+function fencedText(lines) {
+  const [, fence, language] = FENCE.exec(lines[0]);
   const inner = lines.slice(1, lines.length > 1 && closes(lines.at(-1), fence) ? -1 : undefined);
-  const text = inner.join("\n");
-  const figure = made("figure");
-  figure.className = "code";
-  const bar = made("figcaption", language || "code");
-  // Browsers have a clipboard only over https and on this machine.
-  if (navigator.clipboard) bar.append(copier(text, language || "code"));
-  const pre = made("pre");
-  pre.tabIndex = 0;
-  pre.append(made("code", text));
-  figure.append(bar, pre);
-  return figure;
+  return { text: inner.join("\n"), language };
 }
 
-function copier(text, what) {
-  const copy = made("button", "Copy");
-  copy.type = "button";
-  copy.setAttribute("aria-label", `Copy this ${what}`);
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    copy.textContent = "Copied";
-  });
-  return copy;
+function fenced(lines) {
+  const { text, language } = fencedText(lines);
+  return language === "math" ? scroller(mathematics(text, true), "Formula") : codeBlock(text, language);
+}
+
+function formula(lines) {
+  const text = lines.join("\n").trim();
+  const mark = formulaMark(lines[0]);
+  const close = FORMULA_ENDS[mark];
+  const end = text.indexOf(close, mark.length);
+  return scroller(mathematics(text.slice(mark.length, end < 0 ? undefined : end), true), "Formula");
+}
+
+// What is wider than the page scrolls by itself, by keyboard too.
+function scroller(content, name) {
+  return make("div", { className: "wide", tabIndex: 0, role: "group", "aria-label": name }, content);
 }
 
 function list(lines, depth) {
   const [, spaces, mark] = ITEM.exec(lines[0]);
-  const ordered = /\d/.test(mark);
-  const found = made(ordered ? "ol" : "ul");
-  if (ordered) found.start = parseInt(mark, 10);
+  const isOrdered = /\d/.test(mark);
+  const made = make(isOrdered ? "ol" : "ul");
+  if (isOrdered) made.start = parseInt(mark, 10);
   let item = [];
   let offset = 0;
   const finish = () => {
     if (!item.length) return;
-    const shown = nested(made("li"), item, depth);
+    const task = TASK.exec(item[0]);
+    if (task) item[0] = `${task[1] === " " ? "☐" : "☑"} ${item[0].slice(4)}`;
+    const shown = nested(make("li", { className: task ? "task" : "" }), item, depth);
     // Items of one paragraph stand close together.
     if (shown.firstChild?.tagName === "P") shown.firstChild.replaceWith(...shown.firstChild.childNodes);
-    found.append(shown);
+    made.append(shown);
   };
   for (const line of lines) {
     const begun = ITEM.exec(line);
@@ -171,140 +260,24 @@ function list(lines, depth) {
     } else item.push(line.slice(Math.min(indent(line), offset)));
   }
   finish();
-  return found;
+  return directed(made);
 }
 
 function table(lines) {
-  const found = made("table");
-  const head = made("thead");
-  const body = made("tbody");
-  head.append(row(lines[0], "th"));
-  for (const line of lines.slice(2)) body.append(row(line, "td"));
-  found.append(head, body);
-  const scroller = made("div");
-  scroller.className = "wide";
-  scroller.tabIndex = 0;
-  scroller.append(found);
-  return scroller;
+  const sides = cells(lines[1])
+    .map((it) => it.trim())
+    .map((it) => (it.endsWith(":") ? (it.startsWith(":") ? "middle" : "end") : ""));
+  const head = make("thead", {}, row(lines[0], "th", sides));
+  const body = make("tbody", {}, ...lines.slice(2).map((line) => row(line, "td", sides)));
+  return scroller(directed(make("table", {}, head, body)), "Table");
 }
 
-function row(line, tag) {
-  const found = made("tr");
-  for (const cell of cells(line)) found.append(inlined(made(tag), cell.trim(), 0));
-  return found;
+function row(line, tag, sides) {
+  const shown = cells(line).slice(0, sides.length);
+  return make("tr", {}, ...shown.map((cell, at) => inlined(tag, cell.trim(), { className: sides[at] })));
 }
 
 function nested(parent, lines, depth) {
   for (const block of split(lines)) parent.append(element(block.split("\n"), depth + 1));
   return parent;
-}
-
-// Appends the text with its emphasis, code and links.
-function inlined(parent, text, depth) {
-  const unclosed = new Set();
-  let at = 0;
-  let plain = 0;
-  const put = (node, end) => {
-    if (at > plain) parent.append(text.slice(plain, at));
-    if (node) parent.append(node);
-    at = plain = end;
-  };
-  while (at < text.length) {
-    SPECIAL.lastIndex = at;
-    const found = SPECIAL.exec(text);
-    if (!found) break;
-    at = found.index;
-    const [node, end] = special(text, at, depth, unclosed);
-    if (node) put(node, end);
-    else at = end;
-  }
-  at = text.length;
-  put(null, at);
-  return parent;
-}
-
-// The element that begins at `at`, and where it ends; without an element, how far there is none.
-function special(text, at, depth, unclosed) {
-  const sign = text[at];
-  if (sign === "\n") return [made("br"), at + 1];
-  if (sign === "\\") {
-    const next = text[at + 1] || "";
-    return /[!-/:-@[-`{-~]/.test(next) ? [document.createTextNode(next), at + 2] : [null, at + 1];
-  }
-  if (sign === "[" || sign === "!") return linked(text, at);
-  if (sign === "h") return bareUrl(text, at);
-  const run = /^(`+|\*+|_+|~+)/.exec(text.slice(at, at + 200))[0];
-  if (sign === "`") return inlineCode(text, at, run, unclosed);
-  return emphasis(text, at, run, depth, unclosed);
-}
-
-function inlineCode(text, at, run, unclosed) {
-  const from = at + run.length;
-  let end = unclosed.has(run) ? -1 : text.indexOf(run, from);
-  while (end >= 0 && text[end + run.length] === "`") {
-    while (text[end] === "`") end += 1;
-    end = text.indexOf(run, end);
-  }
-  if (end < 0) {
-    unclosed.add(run);
-    return [null, from];
-  }
-  return [made("code", text.slice(from, end).trim()), end + run.length];
-}
-
-function emphasis(text, at, run, depth, unclosed) {
-  const sign = run[0];
-  const mark = run.slice(0, sign === "~" ? 2 : Math.min(run.length, 2));
-  const from = at + mark.length;
-  const skip = [null, at + run.length];
-  const tag = { "*": "em", "**": "strong", _: "em", __: "strong", "~~": "del" }[mark];
-  if (!tag || run.length > 3 || depth > MAX_DEPTH || unclosed.has(mark)) return skip;
-  if (/\s/.test(text[from] || " ") || (sign === "_" && /\w/.test(text[at - 1] || ""))) return skip;
-  let end = text.indexOf(mark, from + 1);
-  while (end >= 0 && !isClosing(text, end, mark)) end = text.indexOf(mark, end + mark.length);
-  if (end < 0) {
-    unclosed.add(mark);
-    return skip;
-  }
-  return [inlined(made(tag), text.slice(from, end), depth + 1), end + mark.length];
-}
-
-function isClosing(text, end, mark) {
-  const after = text[end + mark.length] || "";
-  if (/\s/.test(text[end - 1])) return false;
-  if (mark.length === 1 && (after === mark || text[end - 1] === mark)) return false;
-  return mark[0] !== "_" || !/\w/.test(after);
-}
-
-function linked(text, at) {
-  LINK.lastIndex = at;
-  const found = LINK.exec(text);
-  if (!found) return [null, at + 1];
-  const shown = link(found[2], found[1] || found[2]);
-  return shown ? [shown, at + found[0].length] : [null, at + 1];
-}
-
-function bareUrl(text, at) {
-  URL_TEXT.lastIndex = at;
-  const found = URL_TEXT.exec(text);
-  if (!found) return [null, at + 1];
-  const url = found[0].replace(/[.,;:!?)*_~]{1,20}$/, "");
-  const shown = link(url, url);
-  return shown ? [shown, at + url.length] : [null, at + found[0].length];
-}
-
-// A link to another site, or null for what isn't one. Pictures are links too: the page loads nothing from others.
-function link(address, text) {
-  if (!/^(https?:\/\/|mailto:)/i.test(address) || !URL.canParse(address)) return null;
-  const found = made("a", text);
-  found.href = address;
-  found.target = "_blank";
-  found.rel = "noopener noreferrer nofollow";
-  return found;
-}
-
-function made(tag, text = "") {
-  const found = document.createElement(tag);
-  if (text) found.textContent = text;
-  return found;
 }

@@ -1,13 +1,17 @@
 """`/` and `/page/`: the page's files, read once, the server's state as a stream, and the budget.
 
-The files hold nothing that a key protects, and a browser asks for them before the page can send one.
+The files hold nothing that a key protects, and a browser asks for them before the page can send one. It keeps
+them, and asks each time whether they are still those: there is no build step that could name them by content.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from starlette.requests import Request
@@ -40,6 +44,7 @@ OPEN_PATHS = frozenset(_FILES)
 """Paths that need no key."""
 _HEADERS = {
     "cache-control": "no-cache",
+    "vary": "accept-encoding",
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -52,18 +57,36 @@ _HEADERS = {
 def routes(service: Service) -> list[Route]:
     live, watchers = Live(service), asyncio.Semaphore(MAX_WATCHERS)
     return [
-        *(Route(address, partial(_file, *_read(path)), methods=["GET"]) for address, path in _FILES.items()),
+        *(Route(address, partial(_file, _read(path)), methods=["GET"]) for address, path in _FILES.items()),
         Route(LIVE, partial(_live, live, watchers), methods=["GET"]),
         Route("/page/budget", partial(_budget, service, live), methods=["POST"]),
     ]
 
 
-def _read(path: Path) -> tuple[bytes, str]:
-    return path.read_bytes(), _TYPES[path.suffix]
+@dataclass(frozen=True)
+class _PageFile:
+    """A file of the page, plain and compressed. tag: what tells its content from any other."""
+
+    content: bytes
+    compressed: bytes
+    kind: str
+    tag: str
 
 
-async def _file(content: bytes, kind: str, request: Request) -> Response:
-    return Response(content, headers=_HEADERS, media_type=kind)
+def _read(path: Path) -> _PageFile:
+    content = path.read_bytes()
+    tag = f'W/"{sha256(content).hexdigest()[:32]}"'
+    return _PageFile(content, gzip.compress(content, mtime=0), _TYPES[path.suffix], tag)
+
+
+async def _file(file: _PageFile, request: Request) -> Response:
+    headers = _HEADERS | {"etag": file.tag}
+    if file.tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(file.content, headers=headers, media_type=file.kind)
+    headers["content-encoding"] = "gzip"
+    return Response(file.compressed, headers=headers, media_type=file.kind)
 
 
 async def _live(live: Live, watchers: asyncio.Semaphore, request: Request) -> Response:
