@@ -48,8 +48,8 @@ slots: 0.94, 1.47 and 1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slice
 tests.benchmarks.explain.slice_reads`)."""
 MATRIX_PIECE_BYTES = 512 << 10
 """Target size of one read of a matrix that isn't held."""
-MATRIX_SLOTS = 6
-"""Slots for such reads."""
+MATRIX_SLOTS = 12
+"""Slots for such reads. With 6, the 1.5B in 57 % of its file decodes at 0.77 of the speed."""
 STREAM_SHARE = 16
 """Divisor of the feed-forward weights that bounds the read-ahead's slots, which are two at least."""
 FETCH_NEURONS = 1024
