@@ -15,7 +15,6 @@ file belongs to one place of one text, and runs of a text form a chain. Whatever
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -76,14 +75,18 @@ def parse_name(file: str) -> RunName | None:
 
 def run_name(parent: str, tokens: Sequence[int]) -> RunName:
     """The name of the run of `tokens` after the tokens of digest `parent`."""
-    digest = hashlib.blake2b(bytes.fromhex(parent), digest_size=16)
+    from hashlib import blake2b
+
+    digest = blake2b(bytes.fromhex(parent), digest_size=16)
     digest.update(np.asarray(tokens, dtype="<i4").tobytes())
     return RunName(parent, digest.hexdigest(), len(tokens))
 
 
 def root_digest(binding: Mapping[str, Any]) -> str:
     """The digest of no tokens, under everything that the state depends on."""
-    return hashlib.blake2b(canonical_json(binding), digest_size=16).hexdigest()
+    from hashlib import blake2b
+
+    return blake2b(canonical_json(binding), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
