@@ -27,18 +27,8 @@ FUNCTION_CAP = 70
 # Layer by layer, and inside a layer from left to right: a part may import itself and what stands
 # before it. `ondevice/<part>.py` and `ondevice/<part>/` are the same part; a new part takes its place here.
 LAYERS = (
-    (
-        "records",
-        "errors",
-        "hashing",
-        "units",
-        "callbacks",
-        "model_config",
-        "constraints",
-        "config",
-        "stats",
-        "settings",
-    ),
+    ("records", "hashing", "errors", "units", "callbacks"),
+    ("model_config", "constraints", "config", "stats", "settings"),
     ("kernels",),
     ("tokenizer", "chat_template", "bundle"),
     ("flash", "backends"),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.errors import UsageError
 from ondevice.hashing import sha256_hex
+from ondevice.records import dataclass
 
 MAX_TOOLS = 256
 MAX_CALLS = 128

@@ -20,7 +20,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +32,7 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json,
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES
 
 MAGIC = b"odstate1"
