@@ -45,7 +45,7 @@ comma := ,
 
 NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice/kernels/CMakeLists.txt \
 	ondevice/kernels/targets/*.cc ondevice/kernels/targets/*.h \
-	ondevice/flash/*.cc ondevice/flash/*.h)
+	ondevice/flash/*.cc ondevice/flash/*.h ondevice/tokenizer/*.cc ondevice/tokenizer/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 
 .PHONY: help build chat test axe test-slow test-real check check-python check-types check-native format clean

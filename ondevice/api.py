@@ -45,8 +45,6 @@ from ondevice.meter import Counters
 from ondevice.model.layer_range import LaterLayers
 from ondevice.response import Response, gather, without_reuse
 from ondevice.runtime.budget_watch import MemoryPressure
-from ondevice.runtime.conversion import prepare
-from ondevice.runtime.local_source import removable_source
 from ondevice.runtime.models import ConversionProgress, find_model
 from ondevice.runtime.resolving import (
     ResolvedModel,
@@ -117,6 +115,9 @@ def convert(
     and OSError, and DownloadError if a repository can't be read to its end; BundleError if a bundle whose
     source is to go is damaged.
     """
+    from ondevice.runtime.conversion import prepare
+    from ondevice.runtime.local_source import removable_source
+
     removable = removable_source(source) if remove_source else None
     with prepare(
         source, output, quant, offline=offline, keep_source=keep_source, chat_template=chat_template

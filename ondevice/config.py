@@ -9,13 +9,14 @@ import datetime
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_args, get_origin, get_type_hints
 
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import UsageError
 from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
+from ondevice.records import dataclass
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "experts"]

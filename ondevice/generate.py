@@ -1,8 +1,7 @@
-"""From prompt tokens to text: the only decode loop.
+"""From prompt tokens to text: the only decode loop. It knows nothing of files, budgets, threads or chat.
 
 The part of a prompt that the cache lacks runs in chunks of a fixed size. Then tokens are sampled, turned into
-text and fed back, one at a time or with draft tokens, which the forward pass verifies. This module knows
-nothing of files, budgets, threads or chat.
+text and fed back, one at a time or with draft tokens, which the forward pass verifies.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,6 +28,7 @@ from ondevice.meter import Counters, Meter
 from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.shared_passes import Drafted, PassRequest, PassResult, SharedPasses, no_pass
 from ondevice.model.transformer import Transformer
+from ondevice.records import dataclass
 from ondevice.sampling import StopMatcher, log_probabilities, sample
 from ondevice.speculation.drafted_text import DraftedText, PassOutcome
 from ondevice.speculation.drafting import Drafting, DraftRequest

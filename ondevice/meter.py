@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ondevice.records import dataclass
 from ondevice.stats import GenerationStats, RankStats, per_second
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ondevice.callbacks import IsCancelled
 from ondevice.chat_template.tools import ToolCall
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event, FinishReason, Steps, watched
+from ondevice.records import dataclass
 from ondevice.stats import GenerationStats
 
 Work = Callable[[IsCancelled], Steps[None]]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, UsageError
+from ondevice.records import dataclass
 
 Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]

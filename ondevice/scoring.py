@@ -9,7 +9,6 @@ import math
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.stats import GenerationStats, median_stats
 from ondevice.units import memory_total, usable_cores

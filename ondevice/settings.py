@@ -7,14 +7,14 @@ default. This module knows the options and the file; the command line reads flag
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ondevice.config import TARGET_RANGE, RuntimeConfig, RuntimeOptions, SamplingConfig, SamplingOptions
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 from ondevice.units import parse_budget, parse_size
 
 MAX_FILE_BYTES = 1 << 20
@@ -336,6 +336,8 @@ def read_settings(path: Path) -> Settings:
         return Settings(path, {}, {})
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the settings file {path} can't be read: {error}") from error
+    import tomllib
+
     try:
         parsed = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # Huge integers and deep nesting raise these.

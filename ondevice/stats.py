@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -206,15 +205,17 @@ def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
     """
     if not runs:
         raise UsageError("there are no runs to take the median of")
+    from statistics import median
+
     medians: dict[str, int | float] = {}
     for field in dataclasses.fields(GenerationStats):
         values = [getattr(run, field.name) for run in runs]
         if field.name in ("seed", "context_full"):
             continue
         if isinstance(values[0], int):
-            medians[field.name] = round(statistics.median(values))
+            medians[field.name] = round(median(values))
         elif isinstance(values[0], float):
-            medians[field.name] = statistics.median(values)
+            medians[field.name] = median(values)
     drafting = sum((run.drafting for run in runs), DraftStats())
     return dataclasses.replace(runs[0], drafting=drafting, **medians)  # type: ignore[arg-type]
 

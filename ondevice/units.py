@@ -12,11 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from ondevice.errors import NO_DESCRIPTOR, BackendUnavailableError, UsageError, descriptor_refused
+from ondevice.records import dataclass
 
 PAGE_BYTES = 4096
 """Alignment of direct reads, and of memory mappings."""

@@ -29,6 +29,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
+from ondevice.converters.checkpoints.byte_pair_table import with_table
 from ondevice.converters.checkpoints.gguf_aliases import other_kind
 from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
@@ -103,7 +104,7 @@ def open_gguf_of(
         source_format="gguf",
         config=config,
         tensors=tensors,
-        tokenizer=tokenizer,
+        tokenizer=with_table(tokenizer),
         generation={},
         notes=description.notes,
     )

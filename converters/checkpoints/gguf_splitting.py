@@ -15,7 +15,7 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
 _MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
 _QWEN35 = (
@@ -202,7 +202,7 @@ SPLITTINGS = {
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), Splitting(_BLOOM)),
     "viking": Splitting(r"\p{N}", (_BLOOM,)),
     "chameleon": Splitting(
-        _GPT2_PATTERN,
+        GPT2_PATTERN,
         (
             r"<sentinel:[0-9]+>",
             r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
@@ -212,6 +212,6 @@ SPLITTINGS = {
         ),
         adds_bos=True,
     ),
-    "default": Splitting(r"[0-9][0-9][0-9]", (r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+")),
+    "default": Splitting(r"[0-9][0-9][0-9]", (r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+")),
 }
 """Splittings by value of `tokenizer.ggml.pre`."""

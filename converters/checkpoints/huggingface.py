@@ -28,6 +28,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
+from ondevice.converters.checkpoints.byte_pair_table import with_table
 from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
@@ -77,7 +78,7 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
         source_format="mlx" if by_mlx else "huggingface",
         config=config,
         tensors=tensors,
-        tokenizer=tokenizer,
+        tokenizer=with_table(tokenizer),
         generation=generation_defaults(generation),
         notes=description.notes,
     )
@@ -92,7 +93,7 @@ def open_config(folder: SourceFolder) -> Checkpoint:
     description = describe_model(values)
     generation, tokenizer = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES), TokenizerFiles()
     if any(map(folder.has, (*TOKENIZER_FILES.values(), VOCABULARY))):
-        tokenizer = read_tokenizer(folder, values, generation, description.config.vocab_size)
+        tokenizer = with_table(read_tokenizer(folder, values, generation, description.config.vocab_size))
     return Checkpoint(
         name=printable(folder.name),
         source_format="huggingface",

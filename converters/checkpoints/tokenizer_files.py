@@ -200,8 +200,8 @@ def with_template(files: TokenizerFiles, template: bytes) -> TokenizerFiles:
     """The tokenizer with another chat template, and with the tokens by which that template ends a turn."""
     info, lookup = files.info, _Vocabulary().lookup
     if info.kind is not None and info.file is not None:
-        inspect = _inspect_tokenizers if info.kind == "tokenizers" else _inspect_sentencepiece
-        lookup = inspect(files.blobs[info.file]).lookup
+        blob = files.blobs[info.file]
+        lookup = load_tokenizer(info.kind, blob, info.bos_id, info.eos_ids, info.add_bos).token_id
     used = template_ends(template.decode(), lookup)
     info = replace(info, eos_ids=tuple(dict.fromkeys((*info.eos_ids, *used))), chat_template=CHAT_TEMPLATE)
     return TokenizerFiles(info, {**files.blobs, CHAT_TEMPLATE: template})

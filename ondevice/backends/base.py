@@ -10,7 +10,6 @@ K/N columns/rows of a matrix, G groups of 64 columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -34,6 +33,7 @@ from ondevice.model_config import (
     LayerSpec,
     ModelConfig,
 )
+from ondevice.records import dataclass
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]

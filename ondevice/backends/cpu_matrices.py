@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from ondevice.bundle.matrix_units import draft_head_units
 from ondevice.config import RowFormat
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

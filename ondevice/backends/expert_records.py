@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import ExpertLayout
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.bundle.tiles import rows_format
+from ondevice.records import dataclass
 
 Bytes = NDArray[np.uint8]
 HELD_ROWS = 16

@@ -6,9 +6,9 @@ The decode loop makes it, and passes it through the model and the backend to the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ondevice.backends.token_tree import TokenTree
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

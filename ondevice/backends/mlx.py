@@ -10,7 +10,7 @@ it is evaluated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -51,6 +51,7 @@ from ondevice.backends.stored_rows import RowsOfTiles
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.matrix_layout import padded
 from ondevice.model_config import FeedForwardSpec, LayerSpec
+from ondevice.records import dataclass
 
 
 def compute_type() -> mx.Dtype:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from ondevice.backends.mlx_ops import hidden
 from ondevice.backends.mlx_sums import in_lanes, sums
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.model_config import ExpertsSpec, FeedForwardSpec
+from ondevice.records import dataclass
 
 CUDA_PRODUCTS = 8
 """Fewer products by experts' matrices than these take another kernel on CUDA, which sums in another order."""

@@ -7,7 +7,6 @@ products further (TF32) they differ more. Different splits of a prompt need not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +27,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import FeedForwardSpec
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

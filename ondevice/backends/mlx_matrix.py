@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ from ondevice.backends import mlx_memory
 from ondevice.backends.mlx_experts import format_options, with_biases
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.errors import BackendUnavailableError
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

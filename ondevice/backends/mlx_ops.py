@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -30,6 +29,7 @@ from ondevice.model_config import (
     FeedForwardSpec,
     LatentSpec,
 )
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ as they run. Its CPU device computes each output by itself, so there a few outpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 from types import SimpleNamespace
@@ -42,6 +42,7 @@ from ondevice.model_config import (
     ModelConfig,
     RecurrentSpec,
 )
+from ondevice.records import dataclass
 
 KEYS = (1, 1016, 1025, 4088)
 """Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and

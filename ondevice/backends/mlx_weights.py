@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from weakref import finalize
 
 import mlx.core as mx
@@ -37,6 +37,7 @@ from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, in_rows, joined_slices, untiled
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES
 
 

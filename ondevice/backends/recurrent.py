@@ -7,7 +7,6 @@ mixer, whose output is I wide and whose states are N.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.model_config import ALIGNED_FLOATS, ConvSpec, DeltaSpec, Mamba2Spec, ModelConfig, RecurrentSpec
+from ondevice.records import dataclass
 
 Array: TypeAlias = Any
 """A backend's float32 activations, as in `base.py`."""

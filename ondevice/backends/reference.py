@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -57,6 +56,7 @@ from ondevice.model_config import (
     LatentSpec,
     LayerSpec,
 )
+from ondevice.records import dataclass
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}

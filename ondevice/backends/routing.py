@@ -7,7 +7,6 @@ same bits on every machine and beside any other rows. Legend: T tokens, E expert
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.model_config import ExpertsSpec
+from ondevice.records import dataclass
 
 Float64 = NDArray[np.float64]
 

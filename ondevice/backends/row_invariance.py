@@ -8,10 +8,10 @@ on the device at hand: kernels are chosen by shapes and by the number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ondevice.backends.base import Float32
+from ondevice.records import dataclass
 
 MOST_ROWS = 16
 """Most rows of a pass that are measured."""

@@ -11,10 +11,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ondevice.budget.limits import group_limit, require_fit
 from ondevice.budget.plan import Plan
+from ondevice.records import dataclass
 
 _lock = threading.Lock()
 _claims: dict[int, weakref.ref[Claim]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from ondevice.backends.recurrent import AHEAD_TOKENS
@@ -28,6 +28,7 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.matrix_layout import padded
 from ondevice.config import GROUP_SIZE
+from ondevice.records import dataclass
 
 HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""

@@ -6,10 +6,10 @@ It knows plans, the machine's memory and the limits of control groups, and loads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ondevice.budget.plan import Plan
 from ondevice.errors import BudgetError
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
 
 MOST_RESERVE_BYTES = 256 << 20

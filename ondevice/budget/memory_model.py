@@ -8,7 +8,6 @@ file and hold no memory. All sizes are bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
@@ -47,6 +46,7 @@ from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model.rope import AHEAD
 from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.records import dataclass
 from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, is_drafter, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS

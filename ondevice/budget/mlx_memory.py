@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.expert_records import ROWS_AT_ONCE, rows_layout
@@ -29,6 +29,7 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.tiles import rows_format
 from ondevice.config import GROUP_SIZE, RowFormat
+from ondevice.records import dataclass
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES
 

@@ -13,7 +13,7 @@ also have the scratch memory that a long prompt's passes would need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from operator import index
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import DECODE_TOKENS, BufferShape, MatrixShape, SegmentShape, SlotShape
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES, MemoryRoom
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20

@@ -9,8 +9,10 @@ was given all of a control group's memory feels no pressure from the group being
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from ondevice.records import dataclass
 
 Level = Literal["normal", "warning", "critical"]
 """Levels of memory pressure, lowest first."""

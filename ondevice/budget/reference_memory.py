@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.sizes import BufferShape, MatrixShape, SegmentShape, segment_shape
 from ondevice.bundle.weight_shapes import extra_matrices
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -28,6 +27,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.model_config import ExpertsSpec, ModelConfig
+from ondevice.records import dataclass
 from ondevice.speculation.registry import has_draft_head
 from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import PAGE_BYTES

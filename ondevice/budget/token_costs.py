@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, STREAM_SLOT_BYTES, SegmentShape
@@ -13,6 +12,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.flash.cost_model import CostModel
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +22,8 @@ class FileDigest:
     """Computes the sha256 of a file and the CRC32C of each of its units, from its bytes in order."""
 
     def __init__(self, layout: FileLayout, crc32c: Crc32c) -> None:
+        import hashlib
+
         self._units = layout.crc_units
         self._cycle_bytes = sum(layout.crc_units)
         self._uncovered_bytes = layout.crc_start

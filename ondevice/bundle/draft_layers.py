@@ -12,7 +12,7 @@ Legend: D width of the draft layer, T of the target, V target's vocabulary, N to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
@@ -36,6 +36,7 @@ from ondevice.model_config import (
     NormSpec,
     RopeSpec,
 )
+from ondevice.records import dataclass
 
 DraftLayerKind = Literal["eagle", "mtp"]
 DRAFT_LAYERS_VERSION = 1

@@ -6,13 +6,14 @@ read it, through `inspect`; no text depends on it. `weights/README.md` is the sp
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.bundle.strict_json import Section
 from ondevice.errors import BundleError
 from ondevice.model_config import MAX_CHOSEN, ExpertsSpec
+from ondevice.records import dataclass
 
 EXPERT_COSTS_SIDECAR = Sidecar(
     "expert_costs",

@@ -9,8 +9,7 @@ Legend: L layers with experts, E experts of a layer, k chosen for a token.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,9 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import MAX_POINTS, Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.bundle.strict_json import Section
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 EXPERT_USE = "expert_use.safetensors"
 EXPERT_USE_MANIFEST = "expert_use.json"
@@ -112,7 +113,7 @@ def parse_expert_counts(data: bytes, use: ExpertUse, config: ModelConfig) -> NDA
     layout = expert_use_layout(config)
     if len(data) != layout.nbytes or not data.startswith(layout.header):
         raise BundleError(f"{EXPERT_USE} isn't the {layout.nbytes} bytes that this model implies")
-    if hashlib.sha256(data).hexdigest() != use.sha256:
+    if sha256_hex(data) != use.sha256:
         raise BundleError(f"{EXPERT_USE} doesn't match its sha256; it was damaged")
     counts = np.frombuffer(data, "<u4", offset=len(layout.header)).reshape(_shape(config))
     assert config.experts is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -40,6 +39,7 @@ from ondevice.bundle.matrix_layout import HalfRange, RowLayout, TiledMatrix, pad
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 SafetensorsType = Literal["F32", "F16", "U32", "U8"]
 _NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4", "U8": "u1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +73,8 @@ def link_or_copy(source: Path, path: Path) -> None:
 
     Raises OSError.
     """
+    import shutil
+
     try:
         os.link(source, path)
     except OSError:

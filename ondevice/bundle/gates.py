@@ -9,7 +9,6 @@ bundle can make both copies match theirs. `predicted` is lossy, and uses the rec
 
 from __future__ import annotations
 
-import hashlib
 import threading
 
 import numpy as np
@@ -19,6 +18,7 @@ from ondevice.bundle.file_layouts import file_layout
 from ondevice.bundle.layout import gate_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_of
 
 BLOCK_BYTES = 1 << 18
 """Bytes of gate rows that are gathered and hashed at a time; too few for plans to count."""
@@ -35,7 +35,8 @@ class GateDigest:
         self._expected = bundle.manifest.files[self._name].sha256
         self._layout = bundle.gate_layout
         self._num_rows = bundle.config.widths[layer]
-        self._sha256 = hashlib.sha256(file_layout(self._name, bundle.config, bundle.quant).header)
+        self._sha256 = sha256_of(bundle.manifest.files[self._name].nbytes)
+        self._sha256.update(file_layout(self._name, bundle.config, bundle.quant).header)
         self._rows = 0
         self._early: dict[int, NDArray[np.uint8]] = {}
         """Records that arrived before their predecessors, by the id of the first."""

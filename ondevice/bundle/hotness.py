@@ -9,9 +9,8 @@ Legend: L layers, F neurons of a layer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,9 @@ from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 HOTNESS = "hotness.safetensors"
 HOTNESS_MANIFEST = "hotness.json"
@@ -94,7 +95,7 @@ def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> lis
     layout = hotness_layout(config)
     if len(data) != layout.nbytes or not data.startswith(layout.header):
         raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies")
-    if hashlib.sha256(data).hexdigest() != hotness.sha256:
+    if sha256_hex(data) != hotness.sha256:
         raise BundleError(f"{HOTNESS} doesn't match its sha256; it was damaged")
     stored = np.frombuffer(data, "<f2", offset=len(layout.header))
     if not _are_shares(stored):

@@ -7,13 +7,13 @@ Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 alon
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 
 from ondevice.bundle.matrix_layout import TILE_ROWS, HalfRange, RowLayout, TiledMatrix, padded
 from ondevice.bundle.slice_sizes import SLICE_UNIT, slice_units
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, QuantConfig, RowFormat
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 FORMAT = "ondevice-bundle"
 VERSION = 3
@@ -33,7 +33,11 @@ RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 PER_LAYER = "per_layer_embedding.safetensors"
 CHECKSUMS = "checksums.bin"
-TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
+TOKENIZER_FILES = {
+    "sentencepiece": "tokenizer.model",
+    "tokenizers": "tokenizer.json",
+    "byte_pairs": "tokenizer.bin",
+}
 CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
 POSITIONS = "positions"

@@ -6,11 +6,10 @@ sha256 of its own canonical form, which distinguishes damage from a value that w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal, get_args
 
 from ondevice.bundle.layout import (
@@ -44,7 +43,9 @@ from ondevice.config import (
     Scales,
 )
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.records import dataclass
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 from ondevice.tokenizer.infill import InfillTokens
 
@@ -63,7 +64,7 @@ _SAFE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
 _TENSOR_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-TokenizerKind = Literal["sentencepiece", "tokenizers"]
+TokenizerKind = Literal["sentencepiece", "tokenizers", "byte_pairs"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ..
 def manifest_text(manifest: Manifest) -> bytes:
     """The bytes of `bundle.json`."""
     content = _to_json(manifest)
-    document = {"manifest": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+    document = {"manifest": content, "sha256": sha256_hex(canonical_json(content))}
     text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
     return text.encode("ascii") + b"\n"
 
@@ -178,7 +179,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """
     document = Section(parse_json(data, MANIFEST), MANIFEST)
     content = document.get("manifest")
-    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
+    if document.get("sha256") != sha256_hex(canonical_json(content)):
         raise BundleError("bundle.json doesn't match its own sha256; it was damaged or edited")
     document.close()
     root = Section(content, "manifest")

@@ -5,12 +5,13 @@ Pure arithmetic; `weights/README.md` is the specification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, RowFormat, Scales
+from ondevice.records import dataclass
 
 TILE_ROWS = 16
 """Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
@@ -50,7 +51,7 @@ class RowLayout:
     group_size: GroupSize = 64
     scales: Scales = "affine"
 
-    @property
+    @cached_property
     def stored(self) -> RowFormat:
         return RowFormat(self.bits, self.group_size, self.scales)
 
@@ -79,7 +80,7 @@ class RowLayout:
     def codes_bytes(self) -> int:
         return self.padded_cols * self.bits // 8
 
-    @property
+    @cached_property
     def scales_bytes(self) -> int:
         """Bytes of the scales; 0 at 16 bits."""
         if self.stored.two_levels:
@@ -91,7 +92,7 @@ class RowLayout:
         """Bytes of the float16 biases; 0 where none are stored."""
         return self.scales_bytes if self.stored.has_biases else 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.codes_bytes + self.scales_bytes + self.biases_bytes
 

@@ -9,9 +9,8 @@ Legend: N pages of windows, F pages of frequent contexts, M = MAX_CONTEXT, W = W
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,8 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import canonical_json
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_hex
+from ondevice.records import dataclass
 
 NGRAMS = "ngrams.safetensors"
 NGRAMS_MANIFEST = "ngrams.json"
@@ -70,7 +71,7 @@ def tokenizer_digest(manifest: Manifest) -> str:
     if info.kind is None or info.file is None:
         return ""
     document = [info.kind, size, manifest.files[info.file].sha256]
-    return hashlib.sha256(canonical_json(document)).hexdigest()
+    return sha256_hex(canonical_json(document))
 
 
 def ngrams_tensors(pages: int, frequent: int) -> Mapping[str, TensorSpec]:

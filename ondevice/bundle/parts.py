@@ -5,7 +5,6 @@ A part's layers are numbered from 0 on. Pure functions of what has been parsed; 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ondevice.bundle.quantisation_section import part_quant
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams, streams_text
 from ondevice.bundle.strict_json import canonical_json
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import ModelConfig
 
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ def model_digest(manifest: Manifest) -> str:
     if manifest.part_of:
         return manifest.part_of
     described = [weights_digest(manifest), model_json(manifest.config, manifest.quant)]
-    return hashlib.sha256(canonical_json(described)).hexdigest()
+    return sha256_hex(canonical_json(described))
 
 
 def sidecar_digest(content: Predictors | MultiStreams) -> str:
@@ -51,7 +51,7 @@ def sidecar_digest(content: Predictors | MultiStreams) -> str:
     if content.part_of:
         return content.part_of
     text = predictors_text(content) if isinstance(content, Predictors) else streams_text(content)
-    return hashlib.sha256(text).hexdigest()
+    return sha256_hex(text)
 
 
 def layer_words(first: int, stop: int) -> str:

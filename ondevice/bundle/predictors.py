@@ -9,7 +9,7 @@ Legend: D hidden size, F neurons of a layer, R rank of its predictor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Literal
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
@@ -27,6 +27,7 @@ from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, TARGET_RANGE, RowFormat, is_target
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"

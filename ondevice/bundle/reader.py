@@ -7,11 +7,9 @@ is allocated for it. The flash layer reads weights and checks their checksums; `
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -106,7 +104,9 @@ from ondevice.bundle.token_counts import (
 )
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.errors import BundleError, ModelNotFoundError
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import ModelConfig, part_config
+from ondevice.records import dataclass
 
 MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
@@ -425,7 +425,7 @@ class Bundle:
         if entry is None or name not in self.manifest.tokenizer.files:
             raise BundleError(f"the bundle {self.path} has no tokenizer file {name!r}")
         data = read_whole(contained(self._folder, name), entry.nbytes)
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
+        if sha256_hex(data) != entry.sha256:
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
         return data
 
@@ -583,7 +583,7 @@ class Bundle:
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]
         data = read_whole(contained(self._folder, CHECKSUMS), entry.nbytes)
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
+        if sha256_hex(data) != entry.sha256:
             raise BundleError(
                 f"{CHECKSUMS} doesn't match its sha256; the bundle is damaged, convert it again"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 
 from ondevice.bundle.digest import Crc32c, FileDigest, digest_prefix
@@ -20,6 +20,7 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json,
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 STATE_FILE = "resume.json"
 _MAX_TENSORS = 1 << 20

@@ -6,12 +6,10 @@ contains its own sha256 and the checksums of the tensors' file. It is written la
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,7 +25,9 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_hex
 from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.records import dataclass
 
 MAX_POINTS = 16
 NO_PREDICTORS = (
@@ -73,7 +73,7 @@ def weights_digest(manifest: Manifest) -> str:
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
     names += [expert_file_name(layer) for layer in manifest.config.expert_layers]
     names += [PER_LAYER] if manifest.config.has_inputs_table else []
-    return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
+    return sha256_hex(canonical_json([manifest.files[name].sha256 for name in names]))
 
 
 def no_streams(config: ModelConfig) -> str:
@@ -121,7 +121,7 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:
     """The bytes of the JSON file. `part_of` is written in slices alone."""
     content = {name: value for name, value in content.items() if name != "part_of" or value}
-    document = {sidecar.key: content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+    document = {sidecar.key: content, "sha256": sha256_hex(canonical_json(content))}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
 
 
@@ -136,7 +136,7 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
     """The content of the JSON file. Raises BundleError if it doesn't match its own sha256."""
     document = Section(parse_json(data, sidecar.manifest), sidecar.manifest)
     content = document.get(sidecar.key)
-    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
+    if document.get("sha256") != sha256_hex(canonical_json(content)):
         raise BundleError(f"{sidecar.manifest} doesn't match its own sha256: it was damaged or edited")
     document.close()
     return Section(content, sidecar.key)

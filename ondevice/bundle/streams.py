@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Literal, cast, get_args
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
@@ -28,6 +28,7 @@ from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, MAX_STREAMS, RowFormat
 from ondevice.errors import BundleError
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 STREAMS = "streams.safetensors"
 STREAMS_MANIFEST = "streams.json"

@@ -9,8 +9,7 @@ Legend: n distinct tokens, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,8 @@ from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.errors import BundleError
+from ondevice.hashing import sha256_hex
+from ondevice.records import dataclass
 
 TOKEN_COUNTS = "token_counts.safetensors"
 TOKEN_COUNTS_MANIFEST = "token_counts.json"
@@ -105,7 +106,7 @@ def parse_counted_tokens(data: bytes, counts: TokenCounts, vocab_size: int) -> C
         raise BundleError(
             f"{TOKEN_COUNTS} isn't the {layout.nbytes} bytes that {TOKEN_COUNTS_MANIFEST} implies"
         )
-    if hashlib.sha256(data).hexdigest() != counts.sha256:
+    if sha256_hex(data) != counts.sha256:
         raise BundleError(f"{TOKEN_COUNTS} doesn't match its sha256; it was damaged")
     tokens, times = np.frombuffer(data, "<u4", offset=len(layout.header)).reshape(2, counts.distinct)
     if int(tokens[-1]) >= vocab_size or (tokens[1:] <= tokens[:-1]).any():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,6 +35,10 @@ from ondevice.bundle.sidecar import Sidecar
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_layout
 from ondevice.errors import BundleError, reading_failed
+from ondevice.records import dataclass
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 SIDECARS = (
     PREDICTORS_SIDECAR,
@@ -78,6 +81,8 @@ def verify(
     Raises what `Bundle.open` raises, and BundleError at the first damage. It names file, offset and record,
     and the command that makes that file anew.
     """
+    import hashlib
+
     bundle = Bundle.open(bundle_path)
     files = dict(bundle.manifest.files)
     files |= {name: FileEntry(added.file.nbytes, added.sha256, None) for name, added in bundle.added.items()}
@@ -176,7 +181,7 @@ def _verify_file(
     layout: FileLayout,
     entry: FileEntry,
     crc32c: Crc32c,
-    gate_rows: hashlib._Hash | None,
+    gate_rows: _Hash | None,
 ) -> Iterator[int]:
     """Yields the number of bytes read so far. Adds the records' gate rows, without padding, to `gate_rows`.
 

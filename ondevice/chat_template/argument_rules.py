@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ondevice.chat_template.call_formats import GEMMA_QUOTE, written_gemma
@@ -18,6 +17,7 @@ from ondevice.chat_template.tools import MAX_DEPTH, Tool, is_text
 from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.schema import json_rule, prepared
 from ondevice.errors import ConstraintError
+from ondevice.records import dataclass
 
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES: dict[str, tuple[str, ...]] = {

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ondevice.chat_template.partial_json import ends_inside
 from ondevice.chat_template.python_calls import by_name, ends_inside_calls, read_python_calls
 from ondevice.chat_template.tools import Tool, arguments_text, is_text, json_text, parsed_object, plain_data
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 
 Call = tuple[str, dict[str, Any]]
 """A tool's name and its arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from ondevice.chat_template.argument_rules import PairForm, Rules, gemma, pairs
@@ -26,6 +26,7 @@ from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.digits import most_digits
 from ondevice.constraints.schema import json_rule
 from ondevice.errors import ConstraintError
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ondevice.chat_template.call_formats import SEPARATORS, Call, CallFormat, Tools, checked_call
 from ondevice.chat_template.known_formats import FENCE, LINE_FORMS, LOOSE
 from ondevice.chat_template.partial_json import JsonScan
 from ondevice.chat_template.tools import MAX_CALLS
+from ondevice.records import dataclass
 
 Kind = Literal["reply", "thinking", "call", "header"]
 """What a token belongs to. Headers, such as a channel's name, aren't shown."""

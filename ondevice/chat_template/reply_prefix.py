@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ondevice.records import dataclass
 from ondevice.tokenizer import Tokenizer
 
 

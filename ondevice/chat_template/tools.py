@@ -7,15 +7,16 @@ The shapes are those that chat templates know, which are OpenAI's: a tool is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.errors import UsageError
+from ondevice.hashing import sha256_hex
+from ondevice.records import dataclass
 
 MAX_TOOLS = 256
 MAX_CALLS = 128
@@ -258,7 +259,7 @@ def short_id(given: str) -> str:
 
 def new_id(*parts: object) -> str:
     """The 9-character id of letters and digits derived from these parts."""
-    return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:9]
+    return sha256_hex(repr(parts).encode("utf-8", "backslashreplace"))[:9]
 
 
 def plain_data(value: Any, what: str, depth: int = 0) -> Any:

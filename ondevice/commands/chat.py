@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,6 +32,7 @@ from ondevice.commands.options import (
 from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import ContextOverflowError, OndeviceError
+from ondevice.records import dataclass
 from ondevice.settings import (
     PROMPT_CACHE_OPTIONS,
     RUNTIME_OPTIONS,

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType, ModuleType, TracebackType
 
@@ -15,6 +14,7 @@ from ondevice.commands.options import TextParts, decode_text
 from ondevice.commands.slash_commands import is_command
 from ondevice.errors import ContextOverflowError, UsageError
 from ondevice.generate import check_prompt
+from ondevice.records import dataclass
 from ondevice.tokenizer import Tokenizer
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ondevice.errors import ConstraintError, UsageError, json_fault
+from ondevice.records import dataclass
 
 Kind = Literal["json_schema", "regex", "lark"]
 KINDS: dict[str, str] = {"json_schema": "JSON schema", "regex": "pattern", "lark": "grammar"}

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from ondevice.errors import (
     LibraryErrors,
     thread_refused,
 )
+from ondevice.records import dataclass
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -9,10 +9,11 @@ exactly one of the given ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ondevice.constraints.subschemas import referred
+from ondevice.records import dataclass
 
 TYPES = frozenset(("null", "boolean", "object", "array", "string", "integer", "fraction"))
 """JSON's types, disjoint: numbers are integers or fractions."""

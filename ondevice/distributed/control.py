@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import socket
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.distributed.place import MAX_RANKS, checked_ring
 from ondevice.errors import BundleError, RankError
+from ondevice.records import dataclass
 
 PROTOCOL = 1
 BEAT_SECONDS = 1.0

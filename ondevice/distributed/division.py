@@ -9,7 +9,7 @@ over the places where it can be cut. This module opens no file and asks no machi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, UnsupportedModelError, UsageError
 from ondevice.model_config import LayerSpec, ModelConfig, cut_places, part_config
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import memory_model
 from ondevice.runtime.models import of_part
 from ondevice.speculation.registry import datastore_bytes, used_draft_layer

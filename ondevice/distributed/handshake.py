@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
 from ondevice.distributed.speed import measured_resources
 from ondevice.distributed.transport import Transport
 from ondevice.errors import BundleError, RankError, UsageError
+from ondevice.records import dataclass
 from ondevice.runtime.resolving import ResolvedModel, resolve
 from ondevice.speculation.registry import runs_streams
 

@@ -11,7 +11,6 @@ import ipaddress
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ondevice.bundle.files import read_whole
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import BudgetError, BundleError, UsageError
+from ondevice.records import dataclass
 from ondevice.units import parse_budget
 
 MAX_ENTRIES = 64

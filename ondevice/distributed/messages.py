@@ -8,7 +8,6 @@ machine is hostile: sizes are compared with the model before anything is used. L
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,6 +21,7 @@ from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import BundleError, RankError
 from ondevice.model.layer_range import PassState
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.stats import HopStats, RankStats
 
 MAX_CHANGES = 1024

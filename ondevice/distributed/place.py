@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.errors import BundleError, RankError, UsageError
+from ondevice.records import dataclass
 
 CHILD, CONTROL, FRONT = "ONDEVICE_CHILD", "ONDEVICE_CONTROL", "ONDEVICE_FRONT"
 """Variables that processes of `ondevice` set for each other: for a supervised engine, for the supervisor of a

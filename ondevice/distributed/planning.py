@@ -7,7 +7,7 @@ that they count as machines like this one, but for budgets that the host file na
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ondevice.distributed.hosts import HostEntry, named_budget, read_hosts
 from ondevice.distributed.speed import measured_resources, usable_bytes
 from ondevice.errors import UnsupportedModelError, system_refusals
 from ondevice.model_config import WHOLE, cut_places
+from ondevice.records import dataclass
 from ondevice.runtime.models import automatic_modes, find_model
 from ondevice.runtime.resolving import ResolvedModel, resolve
 from ondevice.units import parse_budget

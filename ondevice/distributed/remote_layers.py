@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ondevice.errors import BudgetError, RankError
 from ondevice.model.layer_range import Allocate, ForwardPass, PassState, Release
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.stats import RankStats
 
 PIPELINED_ROWS = 128

@@ -6,10 +6,11 @@ This module knows nothing of machines and models, and prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal
 
 from ondevice.errors import OndeviceError
+from ondevice.records import dataclass
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 

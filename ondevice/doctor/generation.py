@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from ondevice.backends.row_invariance import MOST_ROWS
 from ondevice.config import BackendName
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError, ModelNotFoundError
+from ondevice.records import dataclass
 from ondevice.units import format_bytes
 
 if TYPE_CHECKING:

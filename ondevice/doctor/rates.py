@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.doctor.check import Check
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs, known_costs
+from ondevice.records import dataclass
 from ondevice.units import format_bytes, memory_rooms, usable_cores
 
 if TYPE_CHECKING:

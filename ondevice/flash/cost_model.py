@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -25,6 +25,7 @@ import numpy as np
 
 from ondevice.errors import OndeviceError
 from ondevice.flash.throughput import ReadRate, measure_records
+from ondevice.records import dataclass
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile

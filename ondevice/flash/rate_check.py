@@ -7,7 +7,6 @@ of a cache that fills, keep it busy as the measurement did.
 from __future__ import annotations
 
 import logging
-from statistics import median
 
 from ondevice.flash.cost_model import DIFFERENT, UNMEASURED, CostModel, doubt
 from ondevice.flash.reader import FlashReader
@@ -58,6 +57,8 @@ class RateCheck:
             self._judge()
 
     def _judge(self) -> None:
+        from statistics import median
+
         self.judged, ratio = True, median(self._ratios)
         if 1 / DIFFERENT < ratio < DIFFERENT:
             return

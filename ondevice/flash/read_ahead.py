@@ -7,7 +7,6 @@ reader threads run ahead through the schedule as far as slots are free, so compu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from ondevice.flash.reader import FlashReader, FlashStats
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

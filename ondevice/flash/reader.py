@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile

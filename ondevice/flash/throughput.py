@@ -10,8 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -19,6 +17,7 @@ import numpy as np
 from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import Bytes, FlashReader
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -93,6 +92,8 @@ def measure_records(
         slices: times that each combination is measured.
     """
     rng, timed = np.random.default_rng(batch), defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    from statistics import median
+
     with ExitStack() as stack:
         readers = [stack.enter_context(FlashReader(files, threads=count, ring=True)) for count in threads]
         slots = np.zeros((batch, sum(files[0].crc_units)), dtype=np.uint8)
@@ -153,6 +154,8 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
 
 def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: int, seconds: float) -> float:
     """Bytes per second in whole pages, once every thread is busy: the median of a few slices of the time."""
+    from statistics import median
+
     pages = [_page_bytes(extent) for extent in extents]
     with ReadAhead(reader, extents, nbytes, slots, cyclic=True) as ahead:
         for _ in range(slots):

@@ -19,6 +19,7 @@ from ondevice.kernels._mamba2 import mamba2_ahead as mamba2_ahead
 from ondevice.kernels._mamba2 import replay_mamba2 as replay_mamba2
 from ondevice.kernels._matrix import Matrix as Matrix
 from ondevice.kernels._matrix import dequantize_lanes as dequantize_lanes
+from ondevice.kernels._tokenizer import BytePairs as BytePairs
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -110,10 +111,7 @@ def quantize_gguf_columns(
     scales: Uint16,
     biases: Uint16,
 ) -> bool:
-    """Columns of blocks (R, B * bytes) as rows: n from `first` on, a multiple of 16, for n rows of codes.
-
-    False as for quantize_rows.
-    """
+    """Columns of blocks (R, B * bytes) as rows from `first`, a multiple of 16; False as for quantize_rows."""
 
 def decode_gguf_column(type: str, data: Bytes, column: int, out: Float32) -> None:
     """One column of blocks (R, B * bytes) into out (R,)."""

@@ -116,5 +116,6 @@ NB_MODULE(_native, m) {
   bind_expert(m);
   bind_feed_forward(m);
   bind_flash(m, testing);
+  bind_tokenizer(m);
   bind_testing(testing);
 }

@@ -143,6 +143,7 @@ void bind_gguf(nb::module_& m);
 void bind_mamba2(nb::module_& m);
 void bind_matrix(nb::module_& m);
 void bind_testing(nb::module_& m);
+void bind_tokenizer(nb::module_& m);
 void bind_flash(nb::module_& m, nb::module_& testing);
 
 }  // namespace ondevice

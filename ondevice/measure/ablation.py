@@ -9,7 +9,7 @@ or as many as the budget has room for.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ondevice.api import Name, open_model
@@ -27,6 +27,7 @@ from ondevice.measure.ablation_rows import (
     sampling_of,
 )
 from ondevice.measure.profiling import read_doubts
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.resolving import ResolvedModel, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader, FlashStats
 from ondevice.kernels import _native
 from ondevice.meter import Counters
+from ondevice.records import dataclass
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import FetchOptions

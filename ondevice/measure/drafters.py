@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from ondevice.errors import (
 )
 from ondevice.host import text_tokenizer
 from ondevice.measure.prompts import Task
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, resolve

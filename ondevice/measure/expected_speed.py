@@ -8,7 +8,7 @@ texts, whose keys and values take time and memory, are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.plan import Plan
@@ -17,6 +17,7 @@ from ondevice.bundle.expert_use import ExpertUse
 from ondevice.config import QuantConfig
 from ondevice.doctor.rates import MachineRates, machine_rates
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.runtime.conversion import Prepared
 from ondevice.runtime.models import model_home
 from ondevice.runtime.resolving import ResolvedModel

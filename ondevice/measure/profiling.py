@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.flash.reader import DEFAULT_THREADS
 from ondevice.flash.throughput import Throughput, measure_throughput
+from ondevice.records import dataclass
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires

@@ -6,7 +6,8 @@ The built-in prompts were written for this purpose. Those of one task are as ali
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from ondevice.records import dataclass
 
 MAX_PROMPTS = 8
 """Default for the most prompts of one task."""

@@ -9,7 +9,6 @@ Legend: n rows, D width of the layer, E experts, k chosen for a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Array, Backend, Float32, Linear, Norm
 from ondevice.backends.routing import route, sigmoid
 from ondevice.model_config import Activation, ExpertsSpec
+from ondevice.records import dataclass
 
 
 class GatedMatrices(NamedTuple):

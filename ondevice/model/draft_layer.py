@@ -11,7 +11,6 @@ Legend: n rows, D width of the draft layer, T of the target, V target's vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +33,7 @@ from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import LayerWeights, ModelWeights
+from ondevice.records import dataclass
 
 PIECE_ROWS = 64
 """Most rows that run together."""

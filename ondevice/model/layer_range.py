@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.stats import RankStats
 
 Allocate = Callable[[int], Block]

@@ -6,7 +6,6 @@ So reading ahead follows the order of loading, in bounded pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
 from ondevice.model.tensor_file import ReadAhead
+from ondevice.records import dataclass
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of codes (or records) in a RowChunk, or of tiles, unless a single row or tile is longer."""

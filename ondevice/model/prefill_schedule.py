@@ -9,9 +9,9 @@ nothing of models and threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 
 from ondevice.model.sequence_state import SequenceState
+from ondevice.records import dataclass
 
 UNTIMED_ROWS = 64
 """Rows of prompts beside texts that write where no time decides, and of a pass before any has been timed.

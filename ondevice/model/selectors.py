@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,6 +18,7 @@ from ondevice.model.parts import MatrixPart, Part
 from ondevice.model.records import FIRST_NEURON_FILE, first_expert_file, record_rows
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model_config import FeedForwardSpec, ModelConfig
+from ondevice.records import dataclass
 
 
 def selector_parts(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ondevice.backends.base import Array, Float32
@@ -22,6 +22,7 @@ from ondevice.model.layer_range import SequencePart
 from ondevice.model.prefill_schedule import PrefillSchedule
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Transformer
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

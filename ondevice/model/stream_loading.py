@@ -6,7 +6,6 @@ This module knows which tensors an adapter has; `loading.py` reads them in bound
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from ondevice.backends.base import Backend, Float32, Vector
@@ -19,6 +18,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
+from ondevice.records import dataclass
 
 
 def load_streams(

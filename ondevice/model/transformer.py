@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 import numpy as np
@@ -42,6 +42,7 @@ from ondevice.model.per_layer import per_layer_inputs
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 
 WantedLogits = Literal["none", "last"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, MixerWeights
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
 from ondevice.model_config.latent import LatentSpec
+from ondevice.records import dataclass
 
 HeadNorm = Literal["none", "head", "projection", "layer"]
 """What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its

@@ -5,10 +5,9 @@ Legend: HK key heads, HV value heads, K and V their widths, C channels, taps of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import SIZE_LIMITS, check_integer
+from ondevice.records import dataclass
 
 MAX_TAPS = 16
 """Most taps of a short convolution."""

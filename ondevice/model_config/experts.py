@@ -5,11 +5,11 @@ Legend: E experts of a layer, k chosen for a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import check_choice, check_integer
+from ondevice.records import dataclass
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """How a router's logits become the weights of the chosen experts.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS, check_choice, check_factor, check_integer
+from ondevice.records import dataclass
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu", "clamped_swish"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

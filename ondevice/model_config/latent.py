@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import SIZE_LIMITS, check_integer
+from ondevice.records import dataclass
 
 LATENT_LANES = 16
 """Latents and values are multiples of this many numbers wide: the kernels take as many at a time."""

@@ -5,12 +5,12 @@ Legend: H heads, P width of a head, G groups, N width of a state, C channels, ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
 from ondevice.model_config.delta import MAX_TAPS
+from ondevice.records import dataclass
 
 MixerNorm = Literal["none", "before", "after"]
 """Where the norm of a mixer's output stands: nowhere, before the gate multiplies it, or behind that."""

@@ -7,7 +7,7 @@ nothing below them knows a family's name. Legend: D model width, Dh head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
@@ -21,6 +21,7 @@ from ondevice.model_config.mamba2 import Mamba2Spec
 from ondevice.model_config.part import WHOLE, ModelPart
 from ondevice.model_config.rope import RopeSpec
 from ondevice.model_config.short_conv import ConvSpec
+from ondevice.records import dataclass
 
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both", "residual"]

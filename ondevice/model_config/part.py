@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ondevice.errors import UnsupportedModelError, UsageError
 from ondevice.model_config.experts import ExpertsSpec
+from ondevice.records import dataclass
 
 if TYPE_CHECKING:
     from ondevice.model_config.model import LayerSpec, ModelConfig

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.checks import check_factor
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

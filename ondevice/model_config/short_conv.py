@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ondevice.model_config.checks import SIZE_LIMITS, check_integer
 from ondevice.model_config.delta import MAX_TAPS
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

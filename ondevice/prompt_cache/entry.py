@@ -15,13 +15,11 @@ file belongs to one place of one text, and runs of a text form a chain. Whatever
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +32,7 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json,
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES
 
 MAGIC = b"odstate1"
@@ -76,14 +75,18 @@ def parse_name(file: str) -> RunName | None:
 
 def run_name(parent: str, tokens: Sequence[int]) -> RunName:
     """The name of the run of `tokens` after the tokens of digest `parent`."""
-    digest = hashlib.blake2b(bytes.fromhex(parent), digest_size=16)
+    from hashlib import blake2b
+
+    digest = blake2b(bytes.fromhex(parent), digest_size=16)
     digest.update(np.asarray(tokens, dtype="<i4").tobytes())
     return RunName(parent, digest.hexdigest(), len(tokens))
 
 
 def root_digest(binding: Mapping[str, Any]) -> str:
     """The digest of no tokens, under everything that the state depends on."""
-    return hashlib.blake2b(canonical_json(binding), digest_size=16).hexdigest()
+    from hashlib import blake2b
+
+    return blake2b(canonical_json(binding), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

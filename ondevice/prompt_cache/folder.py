@@ -14,10 +14,10 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ondevice.prompt_cache.entry import RunName, parse_name
+from ondevice.records import dataclass
 
 MAX_ENTRIES = 8192
 """Most files: listing as many takes some 20 ms."""

@@ -1,6 +1,6 @@
 """Chooses and makes the backend that runs a model, and its memory model.
 
-MLX is imported only where it runs, or where `auto` may choose it.
+A backend is imported only where it runs, MLX also where `auto` may choose it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend, make_runner
-from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.row_invariance import ANY_ROWS, BY_CONSTRUCTION, UNKNOWN, RowInvariance
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.memory_model import MemoryModel
-from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MLX_STAGES, MlxMemory
 from ondevice.budget.plan import Plan
-from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.layout import projection_matrices
@@ -35,6 +32,9 @@ from ondevice.errors import BackendUnavailableError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.owner import OwnerThread
 from ondevice.speculation.registry import runs_streams
+
+if TYPE_CHECKING:
+    from ondevice.budget.mlx_memory import MlxMemory
 
 
 def has_mlx() -> bool:
@@ -226,6 +226,8 @@ def memory_model(
         case "mlx":
             return _mlx_memory(config, quant, runtime, predictors, streams)
         case "reference":
+            from ondevice.budget.reference_memory import ReferenceMemory
+
             return ReferenceMemory(config, quant, runtime, predictors, streams)
     return CpuMemory(config, quant, runtime, predictors, streams)
 
@@ -243,9 +245,12 @@ def make_backend(
     """
     match runtime.backend:
         case "reference":
+            from ondevice.backends.reference import ReferenceBackend
+
             return ReferenceBackend()
         case "mlx":
             from ondevice.backends.mlx import MlxBackend
+            from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MLX_STAGES
 
             memory = _mlx_memory(config, quant, runtime)
             return MlxBackend(
@@ -277,6 +282,7 @@ def _mlx_memory(
     """The memory of a model on MLX's default device. The arguments are those of `memory_model`."""
     from ondevice.backends import mlx_memory
     from ondevice.backends.mlx import compute_type
+    from ondevice.budget.mlx_memory import MlxMemory
 
     operands, cuda = int(compute_type().size), mlx_memory.on_cuda()
     return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands, cuda=cuda)

@@ -11,13 +11,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ondevice.budget.plan import Plan
 from ondevice.budget.pressure import Bounds, Level, PressureConfig, PressureState, advance
 from ondevice.budget.pressure_sources import PressureSource, Wake
 from ondevice.errors import OndeviceError
+from ondevice.records import dataclass
 from ondevice.runtime.owner import OwnerThread
 from ondevice.runtime.resolving import budget_bytes as bytes_of_budget
 from ondevice.units import format_bytes

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import util
 from math import prod
 from pathlib import Path
@@ -23,6 +22,7 @@ from ondevice.chat_template import read_template
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import memory_model, settled_backend
 from ondevice.runtime.local_source import weight_files
 from ondevice.runtime.models import (
@@ -155,6 +155,8 @@ class Prepared:
 
     def foreseen(self, trains: bool = False) -> Foreseen:
         """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+        from shutil import disk_usage
+
         from ondevice.converters.architectures.tensors import tensor_shapes
         from ondevice.converters.checkpoints.views import passed_nbytes
         from ondevice.converters.convert import bundle_bytes, source_bytes
@@ -180,7 +182,7 @@ class Prepared:
             passing_bytes=passing,
             kept_bytes=kept,
             is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),
-            free_bytes=shutil.disk_usage(_existing(self.output)).free,
+            free_bytes=disk_usage(_existing(self.output)).free,
             source_bytes=self._source_bytes,
         )
 
@@ -402,11 +404,11 @@ def _opened(
 def _process_bytes() -> dict[str | None, int]:
     """Memory of a process that runs a model, by the kind of its tokenizer; None for a model without one.
 
-    It has one library of tokenizers at most.
+    It has one library of tokenizers at most, and none for a table.
     """
     trim_heap()
     plain = before = process_memory().current_bytes
-    found: dict[str | None, int] = {None: plain}
+    found: dict[str | None, int] = {None: plain, "byte_pairs": plain}
     for kind in ("sentencepiece", "tokenizers"):
         import_library(kind)
         trim_heap()

@@ -7,7 +7,7 @@ of its own: it runs dense, with the target's `--kv-bits`.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
@@ -22,6 +22,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import make_backend, memory_model
 from ondevice.runtime.models import find_model
 from ondevice.runtime.neuron_memory import open_neuron_memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 from ondevice.bundle.layout import MANIFEST, PARTIAL, RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
+from ondevice.records import dataclass
 from ondevice.runtime.models import known_models, model_home, shipped_folder
 
 State = Literal["whole", "unfinished", "damaged", "unusable"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ondevice.bundle.verify import verify
 from ondevice.errors import CheckpointError, OndeviceError, UsageError
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.runtime.models import find_source
 from ondevice.runtime.repository import Repository
 

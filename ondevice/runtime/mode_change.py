@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ondevice.config import Sparsity, Speculation
+from ondevice.records import dataclass
 from ondevice.runtime.resolving import ResolvedModel
 
 

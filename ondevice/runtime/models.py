@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.model_config import WHOLE, ZEROING_NAMES, ExpertsSpec, ModelConfig
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs

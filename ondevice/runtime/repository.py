@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import PurePath
+
+from ondevice.records import dataclass
 
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME = rf"({_PART}/{_PART})"

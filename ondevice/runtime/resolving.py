@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import beside_bytes, others
@@ -36,6 +36,7 @@ from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
 from ondevice.model_config import WHOLE
+from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import (
     allowed_draft_layer,
     check_drafts,

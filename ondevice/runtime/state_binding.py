@@ -6,14 +6,13 @@ budget, with other threads, with and without drafts.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.manifest import manifest_text
+from ondevice.hashing import sha256_hex
 from ondevice.prompt_cache.store import NO_LIMIT, PromptCache
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.resolving import ResolvedModel
@@ -26,6 +25,8 @@ _LIBRARIES = {"mlx": "mlx", "reference": "numpy"}
 
 def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
     """All that keys and values depend on beside tokens, as JSON. target: what the backend multiplies with."""
+    from importlib import metadata
+
     bundle, runtime = resolved.bundle, resolved.runtime
     context = resolved.plan.max_context
     streams = bundle.streams if resolved.runs_streams else None
@@ -34,7 +35,7 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
         "version": STATE_VERSION,
         "release": metadata.version("ondevice"),
         "byteorder": sys.byteorder,
-        "bundle": hashlib.sha256(manifest_text(bundle.manifest)).hexdigest(),
+        "bundle": sha256_hex(manifest_text(bundle.manifest)),
         "backend": runtime.backend,
         # Our own kernels have equal bits on every target.
         "target": "" if library is None else f"{target} {metadata.version(library)}",
@@ -108,5 +109,4 @@ def _mode(resolved: ResolvedModel) -> list[str]:
     if point is None or bundle.predictors is None:
         # Modes that leave out zeros alone have equal bits in our own kernels.
         return ["exact" if runtime.backend == "cpu" else runtime.sparsity]
-    digest = hashlib.sha256(f"{bundle.predictors.sha256} {point!r}".encode())
-    return [runtime.sparsity, digest.hexdigest()]
+    return [runtime.sparsity, sha256_hex(f"{bundle.predictors.sha256} {point!r}".encode())]

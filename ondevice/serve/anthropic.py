@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ondevice.chat_template.tools import PromptOptions, Think
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.anthropic_messages import take_messages
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import PLAIN, PromptOptions
+from ondevice.records import dataclass
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
 

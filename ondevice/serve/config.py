@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 
 from ondevice.config import MAX_PARALLEL
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 
 MAX_BODY_BYTES = 2 << 20
 """Most bytes of a request's body."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.generate import Event, check_prompt
+from ondevice.records import dataclass
 from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ondevice.callbacks import PromptProgress
 from ondevice.config import MOST_LOGPROBS
 from ondevice.errors import InfillNotSupportedError
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,

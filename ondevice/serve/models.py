@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError
+from ondevice.records import dataclass
 from ondevice.serve.errors import RequestError
 from ondevice.serve.metrics import Metrics, log_event
 from ondevice.serve.residency import Resident, room_for

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from starlette.routing import Route
 from ondevice.chat_template import EFFORT, abilities
 from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.asked import (
     MAX_STOP_CHARS,
     MAX_STOPS,

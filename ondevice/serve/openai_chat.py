@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.config import MOST_LOGPROBS
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (
     Service,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.scoring import TokenScore
 from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (

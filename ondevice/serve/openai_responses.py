@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.constraints.constraint import Constraint
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.asked import Asked, chosen, take_limit
 from ondevice.serve.errors import RequestError, message
 from ondevice.serve.exchange import (

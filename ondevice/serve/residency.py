@@ -7,7 +7,8 @@ isn't enough they are unloaded. The least recently used go first, and a model at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ondevice.callbacks import PromptProgress
+from ondevice.records import dataclass
 from ondevice.serve.config import PING_SECONDS
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.guard import json_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ondevice.chat_template import EFFORT
@@ -12,6 +12,7 @@ from ondevice.chat_template.messages import Message, all_checked
 from ondevice.chat_template.tools import ID_CHARS, PLAIN, PromptOptions, Think, json_text, new_id
 from ondevice.errors import UsageError
 from ondevice.generate import Event
+from ondevice.records import dataclass
 from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
 

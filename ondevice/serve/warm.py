@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message
 
 from ondevice.errors import UsageError
+from ondevice.records import dataclass
 from ondevice.serve.config import MAX_BODY_BYTES
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import prompts_read

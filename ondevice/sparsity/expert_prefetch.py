@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from ondevice.backends.base import Int32
 from ondevice.errors import FlashReadError
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.sparsity.pooled_cache import PooledCache
 from ondevice.sparsity.prefetch import PREFETCH_TOKENS, PrefetchQuality
 from ondevice.stats import PassTimes

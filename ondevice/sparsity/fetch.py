@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.rate_check import RateCheck
 from ondevice.flash.reader import FlashReader
+from ondevice.records import dataclass
 from ondevice.sparsity.cache_warm_up import CacheWarmUp
 from ondevice.sparsity.cached_source import CachedSource
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement

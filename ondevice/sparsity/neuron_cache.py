@@ -11,13 +11,13 @@ Legend: L layers, F neurons of a layer, N neurons of all layers, n neurons of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32, Int32
 from ondevice.errors import OndeviceError
+from ondevice.records import dataclass
 from ondevice.sparsity.fresh_segments import FreshSegments
 from ondevice.sparsity.policies import Policy
 

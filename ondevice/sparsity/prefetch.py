@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.flash.reader import FlashReader
+from ondevice.records import dataclass
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts

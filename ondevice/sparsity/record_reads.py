@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ondevice.backends.base import Int32
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.sparsity.neuron_cache import Addresses
 
 

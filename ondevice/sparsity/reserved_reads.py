@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from ondevice.backends.base import Int32
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.records import dataclass
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -28,6 +27,7 @@ from ondevice.bundle.ngrams import (
 from ondevice.bundle.reader import CheckedFile, tensor_spans
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
+from ondevice.records import dataclass
 
 READERS = MAX_CONTEXT
 """Reads under way at once: the pages of each context are one read."""

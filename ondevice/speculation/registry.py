@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from ondevice.bundle.draft_layers import DraftLayer
@@ -15,6 +14,7 @@ from ondevice.config import MAX_STREAMS, RuntimeConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
+from ondevice.records import dataclass
 from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
+from ondevice.records import dataclass
 
 _ASK, _COMPUTE = -1, -2
 """Ranks of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""

@@ -1,25 +1,27 @@
-"""Converts text to token ids and back, with the libraries that defined each format.
+"""Converts text to token ids and back, with native code or the libraries that defined each format.
 
-`sentencepiece` reads `tokenizer.model`, `tokenizers` reads `tokenizer.json`. A library is imported only when
-a tokenizer is loaded. Tokenizer files are untrusted input: an error inside a library becomes a BundleError.
+Native code reads `tokenizer.bin`, `sentencepiece` reads `tokenizer.model`, `tokenizers` reads
+`tokenizer.json`. A library is imported only when a tokenizer is loaded. Tokenizer files are untrusted input:
+an error inside a library becomes a BundleError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ondevice.errors import BundleError, UnsupportedModelError
-from ondevice.tokenizer.base import LeadingSpace, StreamingDetokenizer, Tokenizer
-from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from ondevice.tokenizer.tokenizer_file import MAX_ADDED_CHARS
-from ondevice.tokenizer.tokenizer_json import HuggingFaceTokenizer
+from ondevice.tokenizer.base import MAX_SPECIAL_CHARS, LeadingSpace, StreamingDetokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from ondevice.tokenizer.byte_pairs import BytePairTokenizer
+    from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer
+    from ondevice.tokenizer.tokenizer_json import HuggingFaceTokenizer
 
 __all__ = [
     "MAX_TOKENIZER_BYTES",
-    "HuggingFaceTokenizer",
     "LeadingSpace",
-    "SentencePieceTokenizer",
     "StreamingDetokenizer",
     "Tokenizer",
     "import_library",
@@ -27,21 +29,18 @@ __all__ = [
     "loading_bytes",
 ]
 
-_KINDS: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer]] = {
-    "sentencepiece": SentencePieceTokenizer,
-    "tokenizers": HuggingFaceTokenizer,
-}
-MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20}
-"""Largest file of each kind, as a file is read whole and takes several times its size once parsed."""
-
+MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20, "byte_pairs": 64 << 20}
+"""Largest file of each kind, as it is read whole. A library takes several times that once it is parsed."""
+_LIBRARIES = ("sentencepiece", "tokenizers")
+"""Kinds of tokenizers that a library reads, which has the kind's name."""
 
 LIBRARY_BYTES = 2 << 20
 """Memory that a library's first use touches of itself: 1.3 MB to read the smallest file, 0.6 MB to encode."""
 
 
 def import_library(kind: str) -> None:
-    """Import the library of tokenizers of a kind, which has the kind's name. It stays in the process."""
-    if kind in _KINDS:
+    """Import the library of tokenizers of a kind, if it has one. It stays in the process."""
+    if kind in _LIBRARIES:
         import_module(kind)
 
 
@@ -53,14 +52,20 @@ def loading_bytes(kind: str, parts: Iterable[bytes]) -> int:
     and 200 to 340 per piece of sentencepiece (a piece begins with a line feed, as its text does).
     """
     size = keys = commas = line_feeds = 0
+    start = b""
     for part in parts:
+        start = start or part
         size += len(part)
         keys += part.count(b":")
         commas += part.count(b",")
         line_feeds += part.count(b"\n")
+    if kind == "byte_pairs":
+        from ondevice.tokenizer.byte_pairs import table_bytes
+
+        return size + table_bytes(start)
     if kind == "sentencepiece":
         return LIBRARY_BYTES + 175 * line_feeds + 13 * size
-    added = 110 * min(size, MAX_ADDED_CHARS)
+    added = 110 * min(size, MAX_SPECIAL_CHARS)
     return LIBRARY_BYTES + 480 * keys + 190 * max(0, commas - keys) + 4 * size + added
 
 
@@ -79,18 +84,33 @@ def load_tokenizer(
     UnsupportedModelError for a tokenizer whose rules aren't implemented.
 
     Args:
-        kind: `sentencepiece` or `tokenizers`.
+        kind: `byte_pairs`, `sentencepiece` or `tokenizers`.
         data: the file's bytes.
         bos_id: id that begins a text, or None.
         eos_ids: ids that end a text.
         add_bos: whether `encode` begins with `bos_id` by default.
         vocab_size: rows of the model's embedding, which must cover every id.
     """
-    if kind not in _KINDS:
-        raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(_KINDS)}")
+    if kind not in MAX_TOKENIZER_BYTES:
+        raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(MAX_TOKENIZER_BYTES)}")
     if len(data) > MAX_TOKENIZER_BYTES[kind]:
         raise BundleError(f"tokenizer file has {len(data)} bytes; the limit is {MAX_TOKENIZER_BYTES[kind]}")
-    tokenizer = _KINDS[kind](data, bos_id, tuple(eos_ids), add_bos)
+    tokenizer = _class_of(kind)(data, bos_id, tuple(eos_ids), add_bos)
     if vocab_size is not None:
         tokenizer.check_vocabulary(vocab_size)
     return tokenizer
+
+
+def _class_of(kind: str) -> type[BytePairTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer]:
+    """The class of a kind of tokenizer. It is imported when it is needed, with what it imports."""
+    if kind == "byte_pairs":
+        from ondevice.tokenizer.byte_pairs import BytePairTokenizer
+
+        return BytePairTokenizer
+    if kind == "sentencepiece":
+        from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer
+
+        return SentencePieceTokenizer
+    from ondevice.tokenizer.tokenizer_json import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer

@@ -292,6 +292,13 @@ def byte_of(piece: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else b""
 
 
+def byte_letters() -> tuple[str, ...]:
+    """GPT-2's letter for each byte: printable Latin-1 is itself, the rest is U+0100 onwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
 def valid_unicode(text: str) -> str:
     """`text` with lone surrogates, which no tokenizer can encode, replaced by U+FFFD."""
     return _SURROGATES.sub("\ufffd", text)

@@ -12,14 +12,16 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ondevice.errors import BundleError
+from ondevice.records import dataclass
 
 MAX_PIECE_CHARS = 4096
 """Most characters of a piece. Encoding one takes 0.3 to 1.3 MB of memory and 2 to 7 ms for ordinary
 tokenizers. Larger pieces are no faster (2 million characters of novels: 0.93, 1.30, 1.37 and 1.94
 microseconds per character in pieces of 1,024, 4,096, 16,384 and 1,000,000)."""
+MAX_FORM_CHARS = 6144
+"""Most characters of a piece in a Unicode normal form; U+FDFA alone becomes 18 in two of the forms."""
 _APOSTROPHES = "'\u2019"
 MAX_SECONDS = 10.0
 MAX_SECONDS_PER_CHAR = 50e-6

@@ -7,10 +7,10 @@ is elsewhere.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ondevice.errors import InfillNotSupportedError
+from ondevice.records import dataclass
 from ondevice.tokenizer.base import Tokenizer
 
 REPOSITORY, CURRENT_FILE = "myproject", "filename"

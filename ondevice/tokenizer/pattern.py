@@ -12,8 +12,9 @@ is proportional to the text. Anything more is refused, even if no text could cau
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ondevice.records import dataclass
 from ondevice.tokenizer.pattern_syntax import Node, parse_pattern, refused
 
 MAX_POSITIONS = 4096

@@ -5,10 +5,10 @@ The contents of a character class don't affect the cost of a pattern (`pattern.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from ondevice.errors import UnsupportedModelError
+from ondevice.records import dataclass
 
 MAX_CHARS = 8192
 _MAX_DEPTH = 40

@@ -7,9 +7,9 @@ before it is split are read here; the library reads the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ondevice.errors import BundleError
+from ondevice.records import dataclass
 from ondevice.tokenizer.base import SPACE_MARK, LeadingSpace
 from ondevice.tokenizer.cutting import MAX_PIECE_CHARS
 

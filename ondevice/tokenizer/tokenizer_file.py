@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 from ondevice.errors import BundleError, UnsupportedModelError, json_fault
+from ondevice.records import dataclass
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK, LeadingSpace
 from ondevice.tokenizer.pattern import Cost, PatternCost, pattern_cost
 

@@ -8,12 +8,16 @@ import unicodedata
 from typing import Any
 
 from ondevice.errors import BundleError
-from ondevice.tokenizer.base import SPACE_MARK, Vocabulary, byte_of, library_errors, valid_unicode
-from ondevice.tokenizer.cutting import MAX_PIECE_CHARS, Piece
+from ondevice.tokenizer.base import (
+    SPACE_MARK,
+    Vocabulary,
+    byte_letters,
+    byte_of,
+    library_errors,
+    valid_unicode,
+)
+from ondevice.tokenizer.cutting import MAX_FORM_CHARS, MAX_PIECE_CHARS, Piece
 from ondevice.tokenizer.tokenizer_file import Component, TokenizerFile, read_tokenizer_file
-
-_MAX_MATCHED_CHARS = 6144
-"""Most characters of a piece in a Unicode normal form; U+FDFA alone becomes 18 in two of the forms."""
 
 
 class HuggingFaceTokenizer(Vocabulary):
@@ -44,7 +48,7 @@ class HuggingFaceTokenizer(Vocabulary):
         self._silent = frozenset(special)
         self.special_tokens = {name: i for i in self._silent if (name := self.piece(i))}
         self._piece_chars = max(1, MAX_PIECE_CHARS // file.growth)
-        self._alphabet = _byte_level_alphabet()
+        self._alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
         self._used: tuple[bool, bool] | None = None
         self._lock = threading.Lock()
 
@@ -74,7 +78,7 @@ class HuggingFaceTokenizer(Vocabulary):
 
     def _fits(self, text: str) -> bool:
         return text.isascii() or all(
-            len(unicodedata.normalize(form, text)) <= _MAX_MATCHED_CHARS for form in self._forms
+            len(unicodedata.normalize(form, text)) <= MAX_FORM_CHARS for form in self._forms
         )
 
     def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
@@ -146,11 +150,3 @@ def _components(normalizer: Component | None, pre_tokenizer: Component | None) -
     }
     read = tokenizers.Tokenizer.from_str(json.dumps(document))
     return read.normalizer, read.pre_tokenizer
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Bytes by character of GPT-2's alphabet: printable Latin-1 is itself, the rest is U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}

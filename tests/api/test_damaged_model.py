@@ -80,7 +80,7 @@ names = st.sampled_from(
         "neurons-00000.safetensors",
         "neurons-00002.safetensors",
         "resident.safetensors",
-        "tokenizer.json",
+        "tokenizer.bin",
     )
 )
 

@@ -14,7 +14,7 @@ import pytest
 from ondevice.api import Model
 from ondevice.commands import convert, obtaining
 from ondevice.errors import DownloadError, OndeviceError, UsageError
-from ondevice.tokenizer import HuggingFaceTokenizer
+from ondevice.tokenizer.byte_pairs import BytePairTokenizer
 from tests.support.bundles import CONTEXT, write_chat_checkpoint
 from tests.support.command_line import Run, command
 from tests.support.models import write_checkpoint
@@ -144,7 +144,7 @@ def test_a_prompt_that_cannot_run_is_refused_before_anything_is_loaded(
     result = ondevice("generate", "-m", chat_bundle, "-p", "x" * CONTEXT)
     assert result.code == 4
     assert "plan" not in result.err
-    monkeypatch.setattr(HuggingFaceTokenizer, "encode_within", lambda *_, **__: [])
+    monkeypatch.setattr(BytePairTokenizer, "encode_within", lambda *_, **__: [])
     result = ondevice("generate", "-m", chat_bundle, "-p", "")
     assert result.code == 2
     assert "no tokens" in result.err

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
-from ondevice.tokenizer.tokenizer_json import _byte_level_alphabet
+from ondevice.tokenizer.base import byte_letters
 from tests.converters.test_gguf_tokenizer import HOSTILE, header, loaded, read
 from tests.support.llama_cpp_vocab import ids_of, llama_cpp_vocab, write_vocab
 
@@ -104,7 +104,7 @@ RULES = {rule: name for name, rule in reversed(SPLITTINGS.items())}
 @cache
 def vocabulary() -> dict[str, Any]:
     """Metadata of a vocabulary in which any two or three bytes of TEXTS may merge, so that ids tell parts."""
-    spelt = {byte: character for character, byte in _byte_level_alphabet().items()}
+    spelt = byte_letters()
     pairs, triples = set(), set()
     for text in TEXTS:
         line = "".join(spelt[byte] for byte in text.encode())
@@ -114,7 +114,7 @@ def vocabulary() -> dict[str, Any]:
     for merges in ordered:
         random.Random(0).shuffle(merges)
     made = {a + b: f"{a} {b}" for merges in ordered for a, b in merges}
-    tokens = [*sorted(spelt.values()), *made]
+    tokens = [*sorted(spelt), *made]
     kinds = [1] * len(tokens)
     return {"model": "gpt2", "tokens": tokens, "token_type": kinds, "merges": list(made.values()),
             "eos_token_id": 0, "add_bos_token": False}  # fmt: skip
@@ -181,7 +181,7 @@ def test_parts_are_those_of_another_engine(name: str) -> None:
                  "normalizer": None, "pre_tokenizer": rule.pre_tokenizer, "post_processor": None,
                  "decoder": None, "model": {"type": "BPE", "vocab": {}, "merges": []}}  # fmt: skip
     splitter = Library.from_str(json.dumps(splitting)).pre_tokenizer
-    alphabet = _byte_level_alphabet()
+    alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
     for text in TEXTS:
         if name == "tiny_aya" and "²" in text:
             continue  # Engines differ in whether it is part of a word.

@@ -286,4 +286,4 @@ def test_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
     write_model(folder, "Lfm2", {**CASES["lfm2"][1], "vocab_size": BYTE_LEVEL_TOKENS})
     write_family(tmp_path / "model.gguf", folder, change=lambda writer: add_byte_level(writer, "lfm2"))
     info = Bundle.open(convert(tmp_path / "model.gguf", tmp_path / "bundle")).manifest.tokenizer
-    assert (info.kind, info.add_bos) == ("tokenizers", True)
+    assert (info.kind, info.add_bos) == ("byte_pairs", True)

@@ -19,6 +19,7 @@ from ondevice.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.runtime.opening import open_tokenizer
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES, load_tokenizer
 from tests.support.models import write_checkpoint
 from tests.support.refusals import assert_refused
@@ -72,13 +73,21 @@ def test_no_tokenizer_is_a_warning(source: Path, caplog: pytest.LogCaptureFixtur
     assert not (bundle.path / "tokenizer.json").exists()
 
 
-def test_files_are_carried_over_as_they_are(source: Path) -> None:
-    byte_level().save(str(source / "tokenizer.json"))
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_file_is_carried_over_as_it_is_unless_a_table_does_the_same(source: Path, prefix: bool) -> None:
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.save(str(source / "tokenizer.json"))
     (source / "tokenizer.model").write_bytes(sentencepiece_model())
     info, bundle = converted(source)
-    assert info.kind == "tokenizers"
-    assert bundle.read_small("tokenizer.json") == (source / "tokenizer.json").read_bytes()
-    assert not (bundle.path / "tokenizer.model").exists()
+    assert info.kind == ("tokenizers" if prefix else "byte_pairs")
+    files = {path.name for path in bundle.path.glob("tokenizer.*")}
+    assert files == {"tokenizer.json" if prefix else "tokenizer.bin"}
+    if prefix:
+        assert bundle.read_small("tokenizer.json") == (source / "tokenizer.json").read_bytes()
+    tokenizer = open_tokenizer(bundle)
+    assert tokenizer is not None
+    assert tokenizer.encode("abc <eos>", add_bos=False, special=True) == library.encode("abc <eos>").ids
 
 
 def test_sentencepiece_alone(source: Path) -> None:
@@ -390,7 +399,7 @@ def test_real_tokenizers(tmp_path: Path, shared_data: Path) -> None:
         (minimind / name).write_bytes((shared_data / "tokenizers" / "minimind" / name).read_bytes())
     info = Bundle.open(convert(minimind, tmp_path / "b2")).manifest.tokenizer
     settings = json.loads((minimind / "tokenizer_config.json").read_text())
-    assert (info.kind, info.add_bos) == ("tokenizers", False)
+    assert (info.kind, info.add_bos) == ("byte_pairs", False)
     assert info.chat_template == "chat_template.jinja"
     assert (tmp_path / "b2" / "chat_template.jinja").read_text() == settings["chat_template"]
     names = settings["added_tokens_decoder"]

@@ -19,7 +19,7 @@ from ondevice.converters import trial, trial_layer
 from ondevice.converters.convert import convert
 from ondevice.converters.trial import trial_logits
 from ondevice.errors import CheckpointError, FlashReadError
-from ondevice.tokenizer.tokenizer_json import _byte_level_alphabet
+from ondevice.tokenizer.base import byte_letters
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.models import save_safetensors, write_checkpoint
 from tests.support.small_tokenizers import added, small_json, train_sentencepiece
@@ -230,7 +230,7 @@ def test_a_vocabulary_without_pieces_for_bytes_is_refused(tmp_path: Path, vocabu
 @pytest.mark.parametrize("text", ["ab", "7", "\u0111"])
 def test_a_vocabulary_of_few_letters_is_enough(tmp_path: Path, text: str) -> None:
     """Models of music or proteins have no more, and other scripts have other letters."""
-    spelt = "".join(next(c for c, byte in _byte_level_alphabet().items() if byte == b) for b in text.encode())
+    spelt = "".join(byte_letters()[byte] for byte in text.encode())
     vocabulary = {letter: token for token, letter in enumerate(spelt)} | {spelt: len(spelt)}
     merges = [list(spelt)] if len(spelt) == 2 else []
     data = small_json(pre_tokenizer=BYTE_LEVEL, model={"type": "BPE", "vocab": vocabulary, "merges": merges})

@@ -18,8 +18,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from ondevice.api import load, write_slice
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.checkpoints.byte_pair_table import byte_pair_table
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.model_config import ExpertsSpec, LatentSpec, cut_places
+from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.support.cached_texts import said
@@ -142,7 +144,7 @@ def make_bases(folder: Path) -> Bases:
 
 
 def _write_tokenizers(folder: Path) -> None:
-    for kind in ("sentencepiece", "tokenizers"):
+    for kind in ("sentencepiece", "tokenizers", "byte_pairs"):
         (folder / kind).mkdir()
     plain, normal = (
         train_sentencepiece(user_defined_symbols=["<turn>"], normalization_rule_name=rule)
@@ -155,6 +157,10 @@ def _write_tokenizers(folder: Path) -> None:
     (folder / "tokenizers" / "spaces").write_text(_spaces_tokenizer().to_str())
     write_byte_tokenizer(folder)
     os.replace(folder / "tokenizer.json", folder / "tokenizers" / "bytes")
+    for name in ("pattern", "bytes"):
+        table = byte_pair_table(read_tokenizer_file((folder / "tokenizers" / name).read_bytes()))
+        assert table is not None
+        (folder / "byte_pairs" / name).write_bytes(table)
 
 
 def _pattern_tokenizer() -> Tokenizer:

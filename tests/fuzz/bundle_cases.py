@@ -159,7 +159,7 @@ def _bytes(folder: Path, rng: random.Random, bases: Bases) -> None:
 
 
 def _tokenizer(folder: Path, rng: random.Random, bases: Bases) -> None:
-    for name, kind in (("tokenizer.json", "tokenizers"), ("tokenizer.model", "sentencepiece")):
+    for kind, name in tokenizer_cases.FILES.items():
         if (folder / name).exists():
             (folder / name).write_bytes(tokenizer_cases.made_up(kind, rng, bases))
 

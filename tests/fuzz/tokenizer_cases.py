@@ -1,4 +1,4 @@
-"""Tokenizers: components of every kind, patterns, merges, added tokens, sentencepiece's fields."""
+"""Tokenizers: components of every kind, patterns, merges, added tokens, sentencepiece's fields, tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ondevice.bundle.layout import TOKENIZER_FILES
 from ondevice.errors import OndeviceError
 from ondevice.tokenizer import StreamingDetokenizer, load_tokenizer, loading_bytes
 from ondevice.units import process_memory
@@ -15,7 +16,7 @@ from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import FRAGMENTS, change_json, changed_bytes, json_bytes, made_up_text
 from tests.fuzz.outcomes import Difference
 
-FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
+FILES = TOKENIZER_FILES
 ATOMS = [
     "a", ".", r"\s", r"\S", r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", "[a-z]", "[^a]", r"\d", r"\w", r"\b",
     "^", "$", "(?=.)", "(?!a)", r"(?<=a)", "(?i:x)", r"\p{Han}", r"\R", r"\X", "(a|aa)", "(a*)", "(.+)",
@@ -52,15 +53,28 @@ def made_up(kind: str, rng: random.Random, bases: Bases) -> bytes:
         return _sentencepiece(data, rng)
     if rng.random() < 0.1:
         return changed_bytes(data, rng)
+    if kind == "byte_pairs":
+        return _table(data, rng)
     value = json.loads(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
         _change(value, rng)
     return json_bytes(value, rng)
 
 
+def _table(data: bytes, rng: random.Random) -> bytes:
+    """A table with some numbers of its header and its lists changed, to near ones as a rule."""
+    table = bytearray(data)
+    for _ in range(rng.choice([1, 2, 10, 100])):
+        at = 4 * rng.randrange(2 if rng.random() < 0.1 else 11, len(table) // 4)
+        old = int.from_bytes(table[at : at + 4], "little")
+        new = rng.choice([old + 1, old - 1, rng.randrange(300), 0, -1, 1 << 31, rng.getrandbits(32)])
+        table[at : at + 4] = (new % (1 << 32)).to_bytes(4, "little")
+    return bytes(table)
+
+
 def make(folder: Path, rng: random.Random, bases: Bases) -> None:
     """A file in `folder`."""
-    kind = rng.choice(["tokenizers", "tokenizers", "sentencepiece"])
+    kind = rng.choice(["tokenizers", "tokenizers", "sentencepiece", "byte_pairs"])
     (folder / FILES[kind]).write_bytes(made_up(kind, rng, bases))
 
 

@@ -44,7 +44,7 @@ SANITIZED := build/sanitize
 SANITIZED_TESTS := tests/kernels/test_kernels.py tests/kernels/test_wide_kernels.py tests/kernels/test_gathered.py \
 	tests/kernels/test_planes.py \
 	tests/kernels/test_narrow_values.py tests/kernels/test_tiled_matrix.py \
-	tests/backends/test_cpu.py $(filter-out %_faults.py %_cost_model.py,$(wildcard tests/flash/test_*.py))
+	tests/tokenizer/test_byte_pairs.py tests/backends/test_cpu.py $(filter-out %_faults.py %_cost_model.py,$(wildcard tests/flash/test_*.py))
 test-sanitize: $(STAMPS)/test
 	@mkdir -p build/native
 	@$(call NATIVE_BUILD,build/native/asan,-DONDEVICE_SANITIZE=address$(comma)undefined -DONDEVICE_PYTHON=ON \

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ondevice.records import dataclass
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import Service, json_answer, read_object
 from ondevice.serve.page.live import INTERVAL_SECONDS, Live

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ondevice.backends.base import Array, Float32
@@ -23,6 +22,7 @@ from ondevice.config import SamplingConfig
 from ondevice.model.draft_layer import PIECE_ROWS, LoadedDraftLayer
 from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.transformer import ForwardOutput
+from ondevice.records import dataclass
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals

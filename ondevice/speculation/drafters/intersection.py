@@ -8,7 +8,6 @@ ranked with the target's own noise, which `OtherVocabularyDrafter` can't: its to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState
+from ondevice.records import dataclass
 from ondevice.speculation.drafters.model import BRANCHES, DraftModel
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.ranking import Ranking

@@ -8,7 +8,6 @@ the draft model (SVIP, arXiv 2411.18462, ends drafts by the draft model's confid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
@@ -17,6 +16,7 @@ from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.sequence_state import SequenceState, common_prefix
 from ondevice.model.transformer import Transformer
+from ondevice.records import dataclass
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals

@@ -8,7 +8,6 @@ both cases they read no neurons. Stream j of a token drafts the token j places a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Transformer
+from ondevice.records import dataclass
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
 from ondevice.speculation.tree import STREAM_ROWS, Draft, Proposals

@@ -1,0 +1,161 @@
+"""`tokenizer.bin`, the table of byte pairs, of a `tokenizer.json` whose rules the native tokenizer has.
+
+`weights/README.md` is the specification. Every other `tokenizer.json` stays as it is.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import TOKENIZER_FILES
+from ondevice.converters.checkpoints.base import TokenizerFiles
+from ondevice.converters.checkpoints.gguf_splitting import GPT2_PATTERN, SPLITTINGS
+from ondevice.tokenizer.base import byte_letters
+from ondevice.tokenizer.byte_pairs import (
+    COMPOSED,
+    COMPOSES,
+    HEADER,
+    MAGIC,
+    MAX_TOKEN_BYTES,
+    MAX_TOKENS,
+    NO_TOKEN,
+    SPECIAL,
+    WHOLE_TOKENS,
+)
+from ondevice.tokenizer.tokenizer_file import AddedToken, Component, TokenizerFile, read_tokenizer_file
+
+_BYTES, _GPT2, _DIGITS = ("ByteLevel", ""), ("ByteLevel", GPT2_PATTERN), ("Digits", "")
+_SPLITTINGS: dict[tuple[tuple[str, str | None] | None, ...], int] = {
+    (_BYTES,): 0,
+    (_GPT2,): 1,
+    (("Split", GPT2_PATTERN), _BYTES): 1,
+    (_DIGITS, _GPT2): 2,
+    (("Split", SPLITTINGS["qwen2"].pattern), _BYTES): 3,
+    (("Split", SPLITTINGS["llama3"].pattern), _BYTES): 4,
+}
+"""Numbers of the ways to split a text, by the kinds and patterns of the pre-tokenizers."""
+
+
+def with_table(files: TokenizerFiles) -> TokenizerFiles:
+    """The tokenizer with a table in the place of its `tokenizer.json`, where it can have one."""
+    if files.info.kind != "tokenizers":
+        return files
+    blobs = dict(files.blobs)
+    table = byte_pair_table(read_tokenizer_file(blobs.pop(TOKENIZER_FILES["tokenizers"])))
+    if table is None:
+        return files
+    info = replace(files.info, kind="byte_pairs")
+    return TokenizerFiles(info, {TOKENIZER_FILES["byte_pairs"]: table, **blobs})
+
+
+def byte_pair_table(file: TokenizerFile) -> bytes | None:
+    """The bytes of the table; None where it can't do all that the file says."""
+    splitting = _SPLITTINGS.get(tuple(_rule(part) for part in file.pre_tokenizers))
+    composes = [part["type"] for part in file.normalizers] == ["NFC"]
+    spelled = _spelled(file, composes)
+    if splitting is None or spelled is None or not file.byte_level or len(file.normalizers) != composes:
+        return None
+    texts = spelled | {token.id: token.content.encode() for token in file.added}
+    tokens = 1 + max(texts)
+    added = sorted(file.added, key=lambda token: token.content.encode())
+    names = [texts.get(token, b"") for token in range(tokens)]
+    merges, bytes_alone = _merges(file), _byte_tokens(file)
+    if tokens > MAX_TOKENS or merges is None or bytes_alone is None or max(map(len, names)) > MAX_TOKEN_BYTES:
+        return None
+    sections: list[Sequence[int] | NDArray[np.int64]] = [
+        bytes_alone,
+        np.cumsum([0, *map(len, names)]),
+        sorted(spelled, key=spelled.__getitem__),
+        np.searchsorted(merges[0], np.arange(tokens + 1)),
+        *merges[1:],
+        [number for token in added for number in (token.id, _flags(token))],
+    ]
+    header = HEADER.pack(
+        MAGIC,
+        1,
+        splitting,
+        COMPOSES * composes | WHOLE_TOKENS * file.options["ignore_merges"],
+        tokens,
+        len(spelled),
+        len(merges[0]),
+        len(added),
+        sum(len(token.content.encode()) for token in added),
+        sum(map(len, names)),
+    )
+    words = [np.asarray(section, "<u4").tobytes() for section in sections]
+    return b"".join([header, *words, *names])
+
+
+def _rule(part: Component) -> tuple[str, str] | None:
+    """Kind and pattern of a pre-tokenizer, if the native tokenizer may know it."""
+    kind = part["type"]
+    if kind == "Digits" and part.get("individual_digits") is True:
+        return _DIGITS
+    if kind == "ByteLevel" and part.get("add_prefix_space") is False:
+        return _BYTES if part.get("use_regex") is False else _GPT2
+    if kind == "Split" and part.get("behavior") == "Isolated" and part.get("invert") is not True:
+        pattern = part["pattern"].get("Regex")
+        return (kind, pattern) if isinstance(pattern, str) else None
+    return None
+
+
+def _spelled(file: TokenizerFile, composes: bool) -> dict[int, bytes] | None:
+    """Bytes of the tokens that merging can make, by id; None if the table couldn't hold what is spelled."""
+    alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
+    added = {token.content: token for token in file.added}
+    spelled: dict[int, bytes] = {}
+    for piece, token in file.vocabulary.items():
+        if piece and alphabet.keys() >= set(piece):
+            spelled[token] = bytes(map(alphabet.__getitem__, piece))
+            if piece in added and spelled[token] != piece.encode():
+                return None
+        elif piece not in added:
+            return None
+    for it in file.added:
+        if it.single_word or it.lstrip or it.rstrip or not _is_stable(it.content, composes):
+            return None
+    return spelled
+
+
+def _byte_tokens(file: TokenizerFile) -> list[int] | None:
+    """The token of each byte; None if the table couldn't hold what stands for bytes without one."""
+    options, unknown = file.options, NO_TOKEN
+    if not file.vocabulary.keys() >= set(byte_letters()):
+        name = options["unk_token"]
+        if options["byte_fallback"] or (
+            name is not None and (options["fuse_unk"] or name not in file.vocabulary)
+        ):
+            return None
+        unknown = NO_TOKEN if name is None else file.vocabulary[name]
+    return [file.vocabulary.get(letter, unknown) for letter in byte_letters()]
+
+
+def _is_stable(text: str, composes: bool) -> bool:
+    """Whether an added token's text is valid, and is the same in form C."""
+    if any(0xD800 <= ord(character) < 0xE000 for character in text):
+        return False
+    return not composes or text.isascii() or unicodedata.is_normalized("NFC", text)
+
+
+def _merges(file: TokenizerFile) -> tuple[NDArray[np.int64], ...] | None:
+    """Left and right tokens of each merge, what they make and its rank, in ascending order of the first two.
+
+    None if a merge is of tokens that aren't there.
+    """
+    ids = file.vocabulary
+    if not {piece for pair in file.merges for piece in pair} <= ids.keys():
+        return None
+    # Of equal pairs the last one counts.
+    made = {(ids[a], ids[b]): (ids[a + b], rank) for rank, (a, b) in enumerate(file.merges)}
+    rows = np.array([(*pair, *result) for pair, result in sorted(made.items())], np.int64).reshape(-1, 4)
+    rows[:, 3] = np.argsort(np.argsort(rows[:, 3]))
+    return tuple(rows.T)
+
+
+def _flags(token: AddedToken) -> int:
+    return SPECIAL * token.special | COMPOSED * token.normalized
