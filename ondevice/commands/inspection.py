@@ -61,8 +61,8 @@ def model_list_text() -> str:
     )
 
 
-def inspection(resolved: ResolvedModel, forecast: SpeedForecast) -> dict[str, Any]:
-    """The object that `inspect --json` prints.
+def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -> dict[str, Any]:
+    """The object that `inspect --json` prints; without a forecast its `speed` is null.
 
     `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan` belongs
     to the plan's own modes.
@@ -95,11 +95,11 @@ def inspection(resolved: ResolvedModel, forecast: SpeedForecast) -> dict[str, An
         "fitting_context": resolved.fitting_context,
         "mode_change": None if change is None else asdict(change),
         "plan": plan.to_json(),
-        "speed": forecast.to_json(),
+        "speed": None if forecast is None else forecast.to_json(),
     }
 
 
-def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast) -> str:
+def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -> str:
     """`inspect` for people: the model, its modes with reasons, the plan part by part, speeds by budget."""
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     config = bundle.config
@@ -130,7 +130,7 @@ def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast) -> str:
         f"everything resident: {size(plan.full_bytes)}",
         f"fits: {verdict(plan, resolved.fitting_context)}",
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
-        *speed_lines(forecast),
+        *([] if forecast is None else speed_lines(forecast)),
     ]
     return "\n".join(lines)
 
