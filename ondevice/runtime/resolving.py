@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
+from importlib import import_module
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import beside_bytes, others
@@ -229,6 +230,8 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     # Import now what is needed anyway, so that it is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
+    if bundle.manifest.tokenizer.chat_template is not None:
+        import_module("ondevice.chat_template.formatting")
     # Freed memory that the heap keeps would count as the process's.
     trim_heap()
     draft = None

@@ -52,7 +52,7 @@ def plan_for(
 def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
     """Four in the last eight layers of the 7B shape, of ranks 32 and 80."""
     text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * 4, "sha256": "", "crcs": ()}
-    return MultiStreams("", mode, bits, 4, 24, 32, 80, 8, **text)  # type: ignore[arg-type]
+    return MultiStreams("", mode, bits, 4, 24, 32, 80, **text)  # type: ignore[arg-type]
 
 
 def configs() -> st.SearchStrategy[ModelConfig]:
@@ -91,10 +91,10 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     # Vectors, and a checksum for each of the two parts of a slice, a tile of the embedding, and 16 KiB.
     checksums = 32 * 43 * 2 + 2000 + attention_and_head * per_weight / (16 << 10)
     assert plan.weights_bytes == pytest.approx(4 * (65 * 4096 + checksums), rel=0.01)
-    # Six slots of 512 KiB, a tile and a page on each side; a layer, and a tenth of the head.
+    # Twelve slots of 512 KiB, a tile and a page on each side; a layer, and a tenth of the head.
     shared = (4 * 4096 * 4096 + 3200 * 4096) * per_weight
     assert plan.matrices.shared_bytes == pytest.approx(shared, rel=0.001)
-    streaming = 6 * ((512 << 10) + 2 * (36864 + 4096)) + plan.matrices.shared_bytes
+    streaming = 12 * ((512 << 10) + 2 * (36864 + 4096)) + plan.matrices.shared_bytes
     assert plan.matrices.streaming_bytes == streaming
     feed_forward = 32 * 3 * 4096 * 11008 * per_weight
     assert plan.segment.bytes_of(plan.segment.total) == pytest.approx(feed_forward, rel=0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.chat_template import ChatTemplate
-from ondevice.chat_template.replies import Piece
+from ondevice.chat_template.replies import ReplyPiece
 from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.chat_template.tools import PromptOptions
 from ondevice.errors import UsageError
@@ -55,13 +55,13 @@ def test_the_beginning_is_written_as_the_model_writes_it(
 @pytest.mark.parametrize(
     ("prefix", "rest", "pieces"),
     [
-        (ReplyPrefix("Hel"), "lo <b>", [Piece("reply", "lo <b>")]),
-        (ReplyPrefix("Hel", "hm"), "lo", [Piece("reply", "lo")]),
-        (ReplyPrefix("", "h"), "m</think>\n\nHello", [Piece("thinking", "m"), Piece("reply", "Hello")]),
+        (ReplyPrefix("Hel"), "lo <b>", [ReplyPiece("reply", "lo <b>")]),
+        (ReplyPrefix("Hel", "hm"), "lo", [ReplyPiece("reply", "lo")]),
+        (ReplyPrefix("", "h"), "m</think>\n\nHello", [ReplyPiece("thinking", "m"), ReplyPiece("reply", "Hello")]),
     ],
 )
 def test_the_rest_is_told_apart_as_in_a_whole_reply(
-    thinker: tuple[ChatTemplate, Tokenizer], prefix: ReplyPrefix, rest: str, pieces: list[Piece]
+    thinker: tuple[ChatTemplate, Tokenizer], prefix: ReplyPrefix, rest: str, pieces: list[ReplyPiece]
 ) -> None:
     parser = thinker[0].reply_parser(PromptOptions(reply_prefix=prefix))
     assert [*parser.take(None, rest), *parser.finish()] == pieces
