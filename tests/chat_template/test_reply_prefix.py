@@ -57,7 +57,11 @@ def test_the_beginning_is_written_as_the_model_writes_it(
     [
         (ReplyPrefix("Hel"), "lo <b>", [ReplyPiece("reply", "lo <b>")]),
         (ReplyPrefix("Hel", "hm"), "lo", [ReplyPiece("reply", "lo")]),
-        (ReplyPrefix("", "h"), "m</think>\n\nHello", [ReplyPiece("thinking", "m"), ReplyPiece("reply", "Hello")]),
+        (
+            ReplyPrefix("", "h"),
+            "m</think>\n\nHello",
+            [ReplyPiece("thinking", "m"), ReplyPiece("reply", "Hello")],
+        ),
     ],
 )
 def test_the_rest_is_told_apart_as_in_a_whole_reply(
