@@ -55,7 +55,8 @@ def test_rare_tokens_are_chosen_where_the_head_is_held_and_else_nothing_is_compu
         for token in (0, frequent):
             for held in (True, False):
                 drafter = ResidentDrafter(transformer)
-                drafter.begin([token] * 8, SamplingConfig())
+                for text in ([frequent - token] * 8, [token] * 8):
+                    drafter.begin(text, SamplingConfig())
                 last = head.units[-1]
                 kept, last.held = last.held, last.held if held else None
                 chances.append(drafter.computed_chance)

@@ -53,6 +53,7 @@ class ResidentDrafter(Drafter):
         self._text = list(text)
         self._chance = PRIOR_CHANCE
         frequent = self._transformer.frequent_tokens
+        self._recent.clear()
         self._recent.extend(token < frequent for token in text[-RECENT_TOKENS:])
         self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
