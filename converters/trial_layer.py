@@ -137,7 +137,7 @@ class LayerByLayer:
         """(T, D) output of the last layer."""
         config, width = self._config, self._config.per_layer_width
         model = self._around()
-        residual_streams, inputs = model.entering(self._tokens)
+        residual_streams, inputs = model.embed_residuals(self._tokens)
         residual_streams = _held(residual_streams)
         inputs = None if inputs is None else np.array(inputs)
         owners = {layer.attention.keys_of for layer in config.layers}
@@ -149,7 +149,7 @@ class LayerByLayer:
         return (
             residual_streams[0]
             if len(residual_streams) == 1
-            else np.array(self._around().leaving(residual_streams))
+            else np.array(self._around().merge_residuals(residual_streams))
         )
 
     def _around(self) -> Transformer:

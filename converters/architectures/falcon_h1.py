@@ -82,12 +82,12 @@ def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
     activation = read_activation(reader)
     require_silu(activation, "hidden_act")
     parts = dict(zip(PARTS, _factors(reader, "ssm_multipliers", len(PARTS)), strict=True))
-    entering = read_multiplier(reader, "ssm_in_multiplier")
+    input_factor = read_multiplier(reader, "ssm_in_multiplier")
     width = None if reader.is_null("mamba_d_ssm") else reader.integer("mamba_d_ssm", 1024)
     mixer = replace(
         read_mixer(reader, sizes, width),
-        gate_factor=float32(entering * parts["z"]),
-        time_factor=float32(entering * parts["dt"]),
+        gate_factor=float32(input_factor * parts["z"]),
+        time_factor=float32(input_factor * parts["dt"]),
         out_factor=read_factor(reader, "ssm_out_multiplier"),
     )
     before = reader.boolean("mamba_norm_before_gate", True)
@@ -112,7 +112,7 @@ def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
     adapt = partial(
         _adapt,
         config=config,
-        channels={which: entering * parts[which] for which in "xbc"},
+        channels={which: input_factor * parts[which] for which in "xbc"},
         neurons=_factors(reader, "mlp_multipliers", 2),
         logits=read_multiplier(reader, "lm_head_multiplier"),
     )

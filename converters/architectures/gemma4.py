@@ -256,8 +256,8 @@ def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
     frequencies = rope_spec(rope.number("rope_theta", base), width).frequencies
     rope.close()
     turning = int(share * width // 2)
-    turns = [float32(frequency / factor) for frequency in frequencies[:turning]]
-    return RopeSpec((*turns, *[0.0] * (len(frequencies) - turning)))
+    scaled = [float32(frequency / factor) for frequency in frequencies[:turning]]
+    return RopeSpec((*scaled, *[0.0] * (len(frequencies) - turning)))
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) -> Tensors:

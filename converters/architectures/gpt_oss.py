@@ -175,9 +175,9 @@ def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTen
     return replace(stack, shape=wanted[1:], offset=offset)
 
 
-def _interleaved_part(name: str, source: SourceTensor, index: int, turns: int) -> SourceTensor:
-    """Every `turns`-th row of `source` from row `index` on: one of the matrices that alternate in it."""
-    return RowsOf(name, source, np.arange(index, source.shape[0], turns))
+def _interleaved_part(name: str, source: SourceTensor, index: int, matrices: int) -> SourceTensor:
+    """Every `matrices`-th row of `source` from row `index` on: one of the matrices that alternate in it."""
+    return RowsOf(name, source, np.arange(index, source.shape[0], matrices))
 
 
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read)

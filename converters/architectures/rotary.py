@@ -318,9 +318,9 @@ def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scalin
     context.
     """
 
-    def pair_with(turns: float) -> float:
-        """The fractional index of the pair that turns `turns` times in the original context."""
-        wavelengths = scaling.original_max_context / (turns * 2.0 * math.pi)
+    def pair_with(rotations: float) -> float:
+        """The fractional index of the pair that turns `rotations` times in the original context."""
+        wavelengths = scaling.original_max_context / (rotations * 2.0 * math.pi)
         return rotated * math.log(wavelengths) / (2.0 * math.log(theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

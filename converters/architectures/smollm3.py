@@ -32,7 +32,7 @@ def _read(reader: ConfigReader) -> Description:
             "config.json: no_rope_layers must hold 0 or 1 for each layer, and no_rope_layer_interval be 1 or "
             f"more; {CONFIG_REMEDY}"
         )
-    turns = (
+    rotates = (
         [bool(value) for value in named[:count]]
         if named
         else [bool((i + 1) % interval) for i in range(count)]
@@ -48,7 +48,7 @@ def _read(reader: ConfigReader) -> Description:
     enabled = enabled and window > 0
     kinds = read_layer_types(reader, count)
     if kinds is None:
-        kinds = ["sliding_attention" if enabled and not rotary else "full_attention" for rotary in turns]
+        kinds = ["sliding_attention" if enabled and not rotary else "full_attention" for rotary in rotates]
     require_windows(kinds, enabled)
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
     bias = reader.boolean("attention_bias", False)
@@ -57,7 +57,7 @@ def _read(reader: ConfigReader) -> Description:
     layers = [
         replace(layer, attention=replace(layer.attention, rope=int(not rotary)))
         for layer, rotary in zip(
-            uniform_layers(count, attention, read_activation(reader), windows), turns, strict=True
+            uniform_layers(count, attention, read_activation(reader), windows), rotates, strict=True
         )
     ]
     ropes = [

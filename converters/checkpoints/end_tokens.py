@@ -33,7 +33,7 @@ _GOING_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|call|>"), ("<|flush|>"
 
 
 def ending_names(names: Iterable[str], control: Container[str], template: str) -> set[str]:
-    """Those of `names`, a vocabulary's tokens, that end a text or a turn.
+    """The tokens of a vocabulary, by name, that end a text or a turn.
 
     control: the names of control tokens. template: the chat template; empty for none.
     """

@@ -186,9 +186,11 @@ class LayerRounding:
             model, project_out = Transformer(config, backend, weights), weights.project_out
             for copies in self.residuals:
                 for start in range(0, len(copies[0]), CHUNK_TOKENS):
-                    rows = model.leaving([copy[start : start + CHUNK_TOKENS] for copy in copies])
-                    entering = rows if norm is None else backend.normed(rows, norm)
-                    inputs.add(entering if project_out is None else backend.linear(entering, project_out))
+                    rows = model.merge_residuals([copy[start : start + CHUNK_TOKENS] for copy in copies])
+                    normed_rows = rows if norm is None else backend.normed(rows, norm)
+                    inputs.add(
+                        normed_rows if project_out is None else backend.linear(normed_rows, project_out)
+                    )
         if config.embedding_width:
             for which, met in (("project_in", self._embedded), (PROJECT_OUT, backend.inputs[PROJECT_OUT])):
                 rounded |= self._by_columns([names.model_weight(which)], self._quant.plain, met)
@@ -254,7 +256,7 @@ class LayerRounding:
         """Set the residuals to the first layer's input."""
         for piece in self._pieces:
             starts = range(0, len(piece), CHUNK_TOKENS)
-            entered = [model.entering(piece[start : start + CHUNK_TOKENS], start) for start in starts]
+            entered = [model.embed_residuals(piece[start : start + CHUNK_TOKENS], start) for start in starts]
             self.residuals.append(_joined([residual_streams for residual_streams, _ in entered]))
             inputs = [chunk for _, chunk in entered if chunk is not None]
             self._per_layer.append(np.concatenate(inputs) if inputs else None)

@@ -165,10 +165,10 @@ class RecordingBackend(CpuBackend):
     def linear(
         self, x: Float32, weight: Any, norm: Norm | None = None, added: Float32 | None = None
     ) -> Float32:
-        entering = x if norm is None else self.normed(x, norm)
+        normed_rows = x if norm is None else self.normed(x, norm)
         if weight.which:
-            self.inputs.setdefault(weight.which, Inputs()).add(entering)
-        return super().linear(entering, weight.linear, None, added)
+            self.inputs.setdefault(weight.which, Inputs()).add(normed_rows)
+        return super().linear(normed_rows, weight.linear, None, added)
 
     def feed_forward(
         self,
@@ -179,12 +179,12 @@ class RecordingBackend(CpuBackend):
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        entering = x if norm is None else self.normed(x, norm)
+        normed_rows = x if norm is None else self.normed(x, norm)
         # A result is valid until the next call of the op.
-        gates = np.array(self.linear(entering, weight.gate))
+        gates = np.array(self.linear(normed_rows, weight.gate))
         if spec.cutoff is not None:
             row_sums.cut_off(gates, spec.cutoff)
-        ups = None if weight.up is None else np.array(self.linear(entering, weight.up))
+        ups = None if weight.up is None else np.array(self.linear(normed_rows, weight.up))
         fired = np.empty_like(gates)
         up = None if ups is None else ups.reshape(-1)
         _native.activate(self.runner, native_form(spec), gates.reshape(-1), up, fired.reshape(-1))

@@ -37,7 +37,7 @@ class ForwardBatch:
         return [row for row in range(len(self.tokens)) if row not in drafted]
 
     def accepted(self, rows: Sequence[int]) -> list[int]:
-        """Those of `rows` that are draft tokens, by their places among them."""
+        """Indices into `drafted` of the rows that are draft tokens; `rows` are numbers of tokens."""
         places = {row: place for place, row in enumerate(self.drafted)}
         return [places[row] for row in rows if row in places]
 

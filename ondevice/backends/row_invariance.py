@@ -57,7 +57,7 @@ class RowWidths:
 
 @dataclass(frozen=True)
 class RowInvariance:
-    """What is known of a backend's rows.
+    """The widths of passes in which a backend gives each row the bits that it has alone.
 
     device: the device that multiplies. ops: each op's width; empty if nothing was measured. skips_zeros:
     whether a product over neurons has the same bits without those that add zero, so that modes `dense` and

@@ -246,7 +246,7 @@ class Plan:
 
     @property
     def start_bytes(self) -> int:
-        """What of `total_bytes` a text takes at first. Its keys and values grow block by block.
+        """Bytes of `total_bytes` that a text takes at first. Its keys and values grow block by block.
 
         Where weights come from flash, neurons have that memory until then.
         """
@@ -368,7 +368,7 @@ class Plan:
 
     @property
     def _shared_bytes(self) -> int:
-        """What of it isn't there once all matrices are held; the first pass reads through the rest."""
+        """Memory for copies of matrices that aren't held; freed once all are."""
         return 0 if self.matrices is None else self.matrices.shared_bytes
 
     @property

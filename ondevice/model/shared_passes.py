@@ -268,13 +268,13 @@ class SharedPasses:
         return prompts
 
     def _fitting(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
-        """Those of the requests, first ones first, that one pass has rows for."""
-        found, room = list[PassRequest](), self._equal_rows
+        """The first requests whose tokens fit into the rows of one pass."""
+        fitting, room = list[PassRequest](), self._equal_rows
         for it in requests:
             if len(it.batch.tokens) <= room:
-                found.append(it)
+                fitting.append(it)
                 room -= len(it.batch.tokens)
-        return found
+        return fitting
 
     def _draft_rows(self, chosen: Sequence[PassRequest]) -> int:
         """Most rows that texts and their drafts may have together in a pass."""

@@ -149,16 +149,16 @@ class Transformer(LayerRange):
         known = np.minimum(positions, self.config.max_context - 1)
         return found + self.backend.rows(table, known.tolist())
 
-    def entering(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
-        """What enters the first layer, for tokens from `position` on: the copies of the residual, (T, D) each
-        and one in most models, and the per-layer inputs of all layers, (T, L * W), or None.
+    def embed_residuals(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
+        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each and one in most
+        models, and the per-layer inputs of all layers, (T, L * W), or None.
 
         Raises UsageError for an id outside the vocabulary.
         """
         ids = self._checked(tokens)
-        return self._entering(ids, self._embedded(ids, position + np.arange(len(ids))))
+        return self._enter(ids, self._embedded(ids, position + np.arange(len(ids))))
 
-    def leaving(self, copies: altup.Copies) -> Array:
+    def merge_residuals(self, copies: altup.Copies) -> Array:
         """The hidden states for `logits`, (T, D), of the copies that leave the last layer."""
         weights = self.weights.copies
         return copies[0] if weights is None else altup.gather(self.backend, weights, copies)
@@ -204,7 +204,7 @@ class Transformer(LayerRange):
         state = self._passed(own, cancelled, x)
         if state is None:
             return ForwardOutput(0, self.backend.load_vector(self._zeros[:0]), position=position)
-        size, hidden, tapped = len(batch.tokens), self.leaving(state.copies), list(state.tapped)
+        size, hidden, tapped = len(batch.tokens), self.merge_residuals(state.copies), list(state.tapped)
         self._tap(own, self.config.model_layers, hidden, size, tapped)
         if not streamed or self.streams is None:
             hidden = hidden[-1:] if last_only else hidden
@@ -226,7 +226,7 @@ class Transformer(LayerRange):
         """
         state = self._passed(ForwardPass(tuple(parts), joint_batch(it.batch for it in parts)), cancelled)
         assert state is not None
-        return self.leaving(state.copies)
+        return self.merge_residuals(state.copies)
 
     def stream_states(
         self, branches: Array, kv: SequenceState, cancelled: IsCancelled | None = None
@@ -310,7 +310,7 @@ class Transformer(LayerRange):
                 x = self._embedded(ids, positions(places(own.parts)))
             elif tuple(x.shape) != (len(ids), self.config.hidden_size):
                 raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), self.config.hidden_size)}")
-            state = self._all_layers(own, PassState(*self._entering(ids, x)), cancelled)
+            state = self._all_layers(own, PassState(*self._enter(ids, x)), cancelled)
             self.take(own)
             done = True
         finally:
@@ -330,7 +330,7 @@ class Transformer(LayerRange):
             raise Cancelled
         return self.later.run(own, state, self.backend, 0 if self.streams is None else self.streams.count)
 
-    def _entering(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
+    def _enter(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
         """The copies and the per-layer inputs of all layers, for embeddings x (T, D)."""
         backend, weights, inputs = self.backend, self.weights, None
         if weights.per_layer is not None:

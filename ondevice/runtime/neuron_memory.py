@@ -246,7 +246,7 @@ class WeightQuota:
         self._pass_tokens = DECODE_TOKENS
         """Tokens of the widest pass whose scratch memory is held."""
         self._held = Held(0, 0)
-        """What is within the quota now."""
+        """The units and segments that the plan allows now."""
 
     @property
     def segments(self) -> int:

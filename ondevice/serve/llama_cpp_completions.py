@@ -157,7 +157,7 @@ def _empty_part(index: int, prompt_tokens: int) -> dict[str, Any]:
 
 
 def _part(index: int, events: Sequence[Event], running: Generation, asked: Asked) -> dict[str, Any]:
-    """What is told of the newest of the events."""
+    """The object that a stream sends for its newest token."""
     newest = events[-1]
     part = _empty_part(index, len(running.prompt)) | {
         "content": newest.text,
@@ -170,7 +170,7 @@ def _part(index: int, events: Sequence[Event], running: Generation, asked: Asked
 def _result(
     index: int, events: Sequence[Event], running: Generation, wanted: _Request, asked: Asked
 ) -> dict[str, Any]:
-    """What is told at the end. A stream has told the text by then."""
+    """The object that ends a reply. In a stream its `content` is empty, as the text was sent before."""
     last, tokenizer = events[-1], running.tokenizer
     stats = last.stats
     assert stats is not None

@@ -39,7 +39,7 @@ client_address: ContextVar[str] = ContextVar("client_address", default="")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model without loading it. `created` is in seconds since 1970."""
+    """A model's name, size and abilities, read without loading it. `created`: seconds since 1970."""
 
     name: str
     architecture: str

@@ -187,7 +187,7 @@ def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked)
 
 
 def _logprobs(events: list[Event], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Those of the reply's tokens, not of thinking's."""
+    """The object `logprobs` of a reply's tokens; thinking has none."""
     content = [
         logprob_entry(tokenizer, event.token, event.logprob)
         | {"top_logprobs": [logprob_entry(tokenizer, *each) for each in event.top_logprobs]}

@@ -176,7 +176,7 @@ class ExpertFetcher(CachedSource):
                 self._cache.observe(turn, gates.astype(np.float32))
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """Those of the neurons that aren't an expert's which aren't in memory."""
+        """A layer's neurons on flash that every token uses: records, or segments just filled."""
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def experts(

@@ -291,7 +291,7 @@ class Drafting:
 
 
 class Pace:
-    """What is known of passes of one number of texts."""
+    """The policy and the measured times of passes over one number of texts."""
 
     def __init__(self, policy: TreePolicy, min_pass_seconds: float) -> None:
         self.policy = policy

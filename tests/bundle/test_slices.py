@@ -75,13 +75,13 @@ def sliced_states(
     """Hidden states and logits of a model that is run slice by slice, each of them loaded alone."""
     with ExitStack() as stack:
         first = stack.enter_context(running(parts[0], backend))
-        entering, inputs = first.entering(tokens)
+        entering, inputs = first.embed_residuals(tokens)
         copies, inputs = [np.array(copy) for copy in entering], None if inputs is None else np.array(inputs)
         copies = through(first, tokens, copies, inputs)
         for part in parts[1:]:
             with running(part, backend) as model:
                 copies = through(model, tokens, copies, inputs)
-        hidden = np.array(first.leaving(copies))
+        hidden = np.array(first.merge_residuals(copies))
         return hidden, np.array(first.logits(hidden.copy()))
 
 

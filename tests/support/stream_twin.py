@@ -24,7 +24,7 @@ class StreamTwin:
     ) -> None:
         self.torch = pytest.importorskip("torch")
         self.weights, self.config, self.streams = top.weights, top.config, streams
-        self.tokens, self.x = window.tokens, self.tensor(window.entering)
+        self.tokens, self.x = window.tokens, self.tensor(window.layer_inputs)
         self.run, self.resident_tokens, self.stream_weight = run, resident_tokens, stream_weight
         length, count = len(window.tokens), streams.streams
         rows = [(t, 0) for t in range(length)] + [(t, j) for t in self.run for j in range(1, count + 1)]

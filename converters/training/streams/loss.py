@@ -61,10 +61,10 @@ Parameters = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class TrainingWindow:
-    """A piece of text. tokens: (T,) ids. entering: (T, D) hidden states that enter the stream layers."""
+    """A piece of text. tokens: (T,) ids. layer_inputs: (T, D) inputs of the first stream layer."""
 
     tokens: Sequence[int]
-    entering: mx.array
+    layer_inputs: mx.array
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,10 @@ def states(
     at = 0
     for run in (*runs, range(stop, stop)):
         if at < run.start:
-            tokens, x = window.tokens[at : run.start], window.entering[at : run.start]
+            tokens, x = window.tokens[at : run.start], window.layer_inputs[at : run.start]
             main.append(model.run(ForwardBatch(tokens), kv, x=x).hidden)
         if len(run):
-            tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
+            tokens, x = window.tokens[run.start : run.stop], window.layer_inputs[run.start : run.stop]
             output = model.run(ForwardBatch(tokens), kv, x=x, streamed=range(len(run)))
             main.append(output.hidden)
             ends += [output.streams[token] for token in range(len(run))]

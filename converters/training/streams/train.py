@@ -69,7 +69,7 @@ MAX_RESIDENT_TOKENS = RESIDENT_PARTS
 METHOD = 3
 """Version of the training. It changes whenever the same arguments would give other numbers."""
 SAVE_SECONDS = 60.0
-ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
+LAYER_INPUTS, STATE, IDENTITY = "layer_inputs.f32", "state.safetensors", "training.json"
 _WRITTEN_FACTS = ("model", "sha256", "crcs", "begins", "part_of")
 _REMEDY = "make room, or choose another --output"
 
@@ -147,12 +147,12 @@ def train_streams(
         record_entering(
             bundle,
             pieces,
-            folder / ENTERING,
+            folder / LAYER_INPUTS,
             facts.first_layer,
             lambda tokens: on_progress(0.1 * tokens / total, f"hidden states of {tokens} of {total} tokens"),
         )
         top = load_top(bundle, facts.first_layer)
-        windows = _windows(pieces, folder / ENTERING, bundle.config.hidden_size, options)
+        windows = _windows(pieces, folder / LAYER_INPUTS, bundle.config.hidden_size, options)
         trained = len(pieces) - len(measured)
         training = StreamTraining(facts, top, bundle.config, options, folder / STATE)
         training.run([window for index, window in windows if index < trained], on_progress, on_step)
@@ -168,7 +168,7 @@ def train_streams(
 def forget(folder: Path) -> None:
     """Delete the folder of a finished training with its state. Raises OndeviceError if the disk refuses."""
     with disk_errors(folder, "delete it yourself"):
-        for name in (STATE, ENTERING, IDENTITY):
+        for name in (STATE, LAYER_INPUTS, IDENTITY):
             for path in (folder / name, temporary_path(folder / name)):
                 path.unlink(missing_ok=True)
         folder.rmdir()
@@ -244,10 +244,10 @@ def _long_enough(piece: Sequence[int], options: MultiStreamOptions) -> bool:
 
 
 def _windows(
-    pieces: Pieces, entering: Path, hidden_size: int, options: MultiStreamOptions
+    pieces: Pieces, layer_inputs: Path, hidden_size: int, options: MultiStreamOptions
 ) -> list[tuple[int, ReadWindow]]:
     """Index and reader of each piece that is long enough. A reader loads the window when it is called."""
-    values = np.memmap(entering, np.float32, "r").reshape(-1, hidden_size)
+    values = np.memmap(layer_inputs, np.float32, "r").reshape(-1, hidden_size)
     starts = np.cumsum([0, *(len(piece) for piece in pieces)])
 
     def read(index: int) -> TrainingWindow:

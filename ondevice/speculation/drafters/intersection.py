@@ -51,7 +51,7 @@ class SharedTokens:
 
     @staticmethod
     def of(model: DraftModel) -> SharedTokens:
-        """Those of a second model with another vocabulary than the target's."""
+        """The tokens with equal bytes in a second model's vocabulary and in the target's, which differ."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
         own, target = model.tokenizer, model.target_tokenizer

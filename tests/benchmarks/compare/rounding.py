@@ -114,9 +114,9 @@ class RoundedBackend(ReferenceBackend):
         added: Float32 | None = None,
     ) -> Float32:
         if self.moments is not None:
-            entering = self.normed(x, norm)
-            self._add(weight.gate, entering)
-            self._add(weight.down, hidden(entering, weight, spec))
+            normed_rows = self.normed(x, norm)
+            self._add(weight.gate, normed_rows)
+            self._add(weight.down, hidden(normed_rows, weight, spec))
         return super().feed_forward(x, weight, spec, batch, norm, added)
 
     def _add(self, weight: Float32, x: Float32) -> None:
