@@ -539,6 +539,11 @@ class ChatTemplate:
                 raise BundleError(f"the chat template failed: {_reason(error)}; {TEMPLATE_REMEDY}") from error
 
 
+def import_template_library() -> None:
+    """Import the library that compiles and fills templates. It stays in the process."""
+    import ondevice.chat_template.formatting  # noqa: F401
+
+
 def decoded(source: bytes) -> str:
     """A template's text. Raises BundleError unless it is UTF-8."""
     try:

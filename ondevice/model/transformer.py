@@ -150,8 +150,8 @@ class Transformer(LayerRange):
         return found + self.backend.rows(table, known.tolist())
 
     def embed_residuals(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
-        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each and one in most
-        models, and the per-layer inputs of all layers, (T, L * W), or None.
+        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each, one in
+        most models, and the per-layer inputs of all layers, (T, L * W), or None.
 
         Raises UsageError for an id outside the vocabulary.
         """

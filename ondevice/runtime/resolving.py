@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
-from importlib import import_module
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import beside_bytes, others
@@ -33,6 +32,7 @@ from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
+from ondevice.chat_template import import_template_library
 from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
@@ -231,7 +231,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
     if bundle.manifest.tokenizer.chat_template is not None:
-        import_module("ondevice.chat_template.formatting")
+        import_template_library()
     # Freed memory that the heap keeps would count as the process's.
     trim_heap()
     draft = None
