@@ -41,7 +41,6 @@ from ondevice.bundle.predictors import PREDICTORS_SIDECAR, predictor_tensors, pr
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar, weights_digest
 from ondevice.bundle.streams import STREAMS_SIDECAR, stream_tensors, streams_text
-from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_text
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.training.sidecars import save_sidecar
 from ondevice.errors import UsageError
@@ -148,10 +147,6 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
         data = expert_counts_bytes(counts)
         use = replace(bundle.expert_use, model=digest_of_weights, sha256=hashlib.sha256(data).hexdigest())
         _save(EXPERT_USE_SIDECAR, {EXPERT_USE: data}, expert_use_text(use), folder)
-    if bundle.token_counts is not None:
-        _link(bundle.path / TOKEN_COUNTS, folder)
-        counted = token_counts_text(replace(bundle.token_counts, model=digest_of_weights))
-        _save(TOKEN_COUNTS_SIDECAR, {}, counted, folder)
     if bundle.ngrams is not None:
         for name in NGRAMS_SIDECAR.files:
             _link(bundle.path / name, folder)

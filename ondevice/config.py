@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast, get_arg
 
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import UsageError
-from ondevice.model_config import MAX_CHOSEN, SIZE_LIMITS
+from ondevice.model_config import MAX_CHOSEN
 from ondevice.records import dataclass
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
@@ -247,7 +247,6 @@ class RuntimeOptions(TypedDict, total=False):
     experts: int
     speculation: Speculation
     draft_model: str | os.PathLike[str]
-    draft_head: int
     kv_bits: Literal[16, 8]
     max_context: int
     context_share: float
@@ -285,9 +284,6 @@ class RuntimeConfig:
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
-    draft_head: int = 0
-    """Tokens that streams and `speculation="resident"` choose from: the most frequent ones of the text that
-    `train` counted. 0 means the whole vocabulary."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
@@ -378,7 +374,6 @@ def _is_path(value: str | os.PathLike[str]) -> bool:
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
     "experts": (0, MAX_CHOSEN),
-    "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (0, MAX_PREFILL_CHUNK),
     "parallel": (1, MAX_PARALLEL),

@@ -55,7 +55,6 @@ _RUNTIME_HELP = {
     "experts": "Fewer experts a token than the model's own, which changes the text; 0: the model's own.",
     "speculation": "How tokens are drafted.",
     "draft_model": "Bundle that drafts; --speculation auto then means model.",
-    "draft_head": "Number of frequent tokens that streams and resident drafts choose from; 0: all.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits. `chat` "
     "and `serve` take more where a quarter of the budget holds them, and of `auto` no more bytes than the "
@@ -88,13 +87,12 @@ _SAMPLING_HELP = {
 _MEANT_FOR = {
     "predictor_recall": ("sparsity", "predicted"),
     "experts": ("sparsity", "experts", "auto"),
-    "draft_head": ("speculation", "streams", "resident", "auto", "all"),
     "draft_model": ("speculation", "model", "auto", "all"),
 }
 """Options that mean something only with some values of another, which stand behind that one's name."""
 _RARE = {
     *("memory_pressure", "io", "sparsity", "predictor_recall", "experts"),
-    *("draft_model", "draft_head", "kv_bits", "prompt_cache_bytes"),
+    *("draft_model", "kv_bits", "prompt_cache_bytes"),
     *("pass_seconds", "chat_template", "date", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "stop", "top_k"),
 }

@@ -20,8 +20,6 @@ from ondevice.budget.sizes import (
     SlotShape,
     context_tokens,
     dense_bytes,
-    draft_head_bytes,
-    draft_head_rows,
     draft_nodes,
     fetch_shape,
     interleaved_bytes,
@@ -219,7 +217,7 @@ class MemoryModel(ABC):
         """
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
-        held = self._adapter_bytes(nodes) + self.draft_head_bytes
+        held = self._adapter_bytes(nodes)
         if not is_drafter(runtime.speculation):
             return held
         drafter = self.draft_model_bytes + self.datastore_bytes + self.draft_layer_bytes
@@ -269,12 +267,6 @@ class MemoryModel(ABC):
             tapped = max(tapped, draft_nodes(self.runtime) * self.streams.streams)
         waited = WAITED_MESSAGES * (tokens * row + tapped * config.hidden_size)
         return 4 * max(MESSAGES * tokens * row, waited) + MESSAGES * MESSAGE_HEADER_BYTES
-
-    @property
-    def draft_head_bytes(self) -> int:
-        """The draft head; 0 without one."""
-        rows = draft_head_rows(self.config, self.runtime, self.streams)
-        return draft_head_bytes(self.config, self.quant, rows)
 
     @property
     def _threads(self) -> int:

@@ -12,7 +12,6 @@ from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
     SlotShape,
-    draft_head_rows,
     expert_shape,
     fetch_neurons,
     logits_rows,
@@ -174,14 +173,6 @@ class MlxMemory(MemoryModel):
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank, neurons in sizes)
             more += self._wider_bytes(low, RowFormat(self._used_predictors.bits))
         return super().weights_bytes + more
-
-    @property
-    def draft_head_bytes(self) -> int:
-        rows = draft_head_rows(self.config, self.runtime, self.streams)
-        elements = rows * padded(self.config.embedding_size, GROUP_SIZE)
-        return super().draft_head_bytes + self._wider_bytes(
-            elements, self.quant.head(self.config.tie_embeddings)
-        )
 
     @property
     def draft_bytes(self) -> int:

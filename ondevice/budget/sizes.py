@@ -28,7 +28,6 @@ from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.model_config import ExpertsSpec, ModelConfig
 from ondevice.records import dataclass
-from ondevice.speculation.registry import has_draft_head
 from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import PAGE_BYTES
 
@@ -467,18 +466,6 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
 def logits_rows(config: ModelConfig) -> int:
     """Tokens whose logits are computed at once where those of every token are wanted."""
     return max(1, LOGITS_BYTES // (4 * config.vocab_size))
-
-
-def draft_head_rows(config: ModelConfig, runtime: RuntimeConfig, streams: MultiStreams | None) -> int:
-    """Rows of the draft head; 0 without one, where drafters multiply the model's own head."""
-    wanted = runtime.draft_head if has_draft_head(runtime.speculation, streams) else 0
-    return wanted if wanted < config.logits_size else 0
-
-
-def draft_head_bytes(config: ModelConfig, quant: QuantConfig, rows: int) -> int:
-    """Size of a draft head of `rows` rows, packed, and of its token ids."""
-    stored = quant.head(config.tie_embeddings)
-    return interleaved_bytes(rows, config.embedding_size, stored) + 8 * rows
 
 
 def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:

@@ -27,7 +27,6 @@ _KEYS = (
     "predictors",
     "streams",
     "hotness",
-    "token_counts",
     "expert_costs",
     "expert_use",
     "ngrams",
@@ -116,8 +115,6 @@ def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelC
         found["streams"] = _of(contents["streams"], part_streams(contents["streams"], own))
     if contents["expert_use"] is not None:
         found["expert_use"] = part_expert_use(contents["expert_use"], config, part)
-    if part.part.heads:
-        found["token_counts"] = contents["token_counts"]
     if part.part.embeds:
         found |= {key: contents[key] for key in ("ngrams", "eagle", "mtp")}
     return found

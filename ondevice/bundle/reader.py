@@ -93,15 +93,6 @@ from ondevice.bundle.streams import (
     stream_tensors,
 )
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
-from ondevice.bundle.token_counts import (
-    TOKEN_COUNTS,
-    TOKEN_COUNTS_SIDECAR,
-    CountedTokens,
-    TokenCounts,
-    parse_counted_tokens,
-    parse_token_counts,
-    token_counts_layout,
-)
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.errors import BundleError, ModelNotFoundError
 from ondevice.hashing import sha256_hex
@@ -119,7 +110,6 @@ Added = TypeVar(
     Predictors,
     MultiStreams,
     Hotness,
-    TokenCounts,
     ExpertCosts,
     ExpertUse,
     Ngrams,
@@ -212,8 +202,6 @@ class Bundle:
         """Adapters that draft the tokens after the next one; None if the bundle has none."""
         self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
         """Metadata of the counts of how often neurons fire; None if the bundle has none."""
-        self.token_counts = self._addition(TOKEN_COUNTS_SIDECAR, self._read_token_counts)
-        """Metadata of the counts of how often tokens occur; None if the bundle has none."""
         self.expert_costs = self._addition(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
         """What lossy options of a model with experts cost; None if the bundle doesn't say."""
         self.expert_use = self._addition(EXPERT_USE_SIDECAR, self._read_expert_use)
@@ -374,19 +362,6 @@ class Bundle:
             return parse_frequencies(self._read_frequencies(), self.hotness, self.config)
         except BundleError as error:
             raise self._with_remedy(HOTNESS_SIDECAR, error) from error
-
-    def counted_tokens(self) -> CountedTokens | None:
-        """How often each token occurs in the training's text; None if the bundle has no token counts.
-
-        Raises BundleError if the file has been damaged since the bundle was opened.
-        """
-        if self.token_counts is None:
-            return None
-        try:
-            data = self._read_counted_tokens(self.token_counts)
-            return parse_counted_tokens(data, self.token_counts, self.config.vocab_size)
-        except BundleError as error:
-            raise self._with_remedy(TOKEN_COUNTS_SIDECAR, error) from error
 
     def expert_counts(self) -> NDArray[np.uint32] | None:
         """For each layer with experts, (E,) the calibration's tokens that chose each; None without any.
@@ -551,22 +526,10 @@ class Bundle:
     def _read_frequencies(self) -> bytes:
         return read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
 
-    def _read_token_counts(self, data: bytes) -> TokenCounts:
-        counts = parse_token_counts(data, self.manifest)
-        counted = self._read_counted_tokens(counts)
-        # As with hotness: damaged counts count as absent.
-        parse_counted_tokens(counted, counts, self.config.vocab_size)
-        self.bundle_bytes += len(data) + len(counted)
-        return counts
-
     def _read_expert_costs(self, data: bytes) -> ExpertCosts:
         costs = parse_expert_costs(data, self.manifest)
         self.bundle_bytes += len(data)
         return costs
-
-    def _read_counted_tokens(self, counts: TokenCounts) -> bytes:
-        nbytes = token_counts_layout(counts.distinct).nbytes or 0
-        return read_whole(contained(self._folder, TOKEN_COUNTS), nbytes)
 
     def _read_expert_use(self, data: bytes) -> ExpertUse:
         use = parse_expert_use(data, self.manifest)

@@ -33,7 +33,6 @@ from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
 from ondevice.bundle.streams import STREAMS_SIDECAR
-from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_layout
 from ondevice.errors import BundleError, reading_failed
 from ondevice.records import dataclass
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 SIDECARS = (
     PREDICTORS_SIDECAR,
     HOTNESS_SIDECAR,
-    TOKEN_COUNTS_SIDECAR,
     EXPERT_COSTS_SIDECAR,
     EXPERT_USE_SIDECAR,
     NGRAMS_SIDECAR,
@@ -110,9 +108,6 @@ def verify(
     sizes = [(name, entry.nbytes) for name, entry in files.items()]
     if bundle.frequencies() is not None:
         sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
-    counted = bundle.counted_tokens()
-    if counted is not None:
-        sizes.append((TOKEN_COUNTS, token_counts_layout(len(counted.tokens)).nbytes or 0))
     if bundle.expert_counts() is not None:
         sizes.append((EXPERT_USE, expert_use_layout(bundle.config).nbytes or 0))
     return Report(tuple(sizes), checksums, _unused(bundle))

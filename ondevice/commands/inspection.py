@@ -31,7 +31,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "token_counts", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
+NAMED_IF_DAMAGED = ("hotness", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
 """Keys of sidecars that are reported only where they are damaged."""
 BUDGET_STEPS = 4
 """Steps between the budgets for which hits are told."""

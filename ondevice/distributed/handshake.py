@@ -38,7 +38,6 @@ SHARED_OPTIONS = (
     "predictor_recall",
     "experts",
     "speculation",
-    "draft_head",
     "kv_bits",
     "prefill_chunk",
     "parallel",

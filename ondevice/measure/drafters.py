@@ -269,7 +269,7 @@ def compare_drafters(
     arms, notes = _arms(model, runtime, drafters)
     plain = arms[OFF]
     prompts = prompt_ids(plain, tasks, sampling.max_tokens)
-    base = next((it for it in arms.values() if it.runs_streams or it.draft_head_rows), plain)
+    base = next((it for it in arms.values() if it.runs_streams), plain)
     with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
         measured = _measured(switch, arms, prompts, sampling, on_progress)
         io, kernel_target = engine.io, engine.kernel_target

@@ -40,7 +40,7 @@ from ondevice.model.layer_range import (
 )
 from ondevice.model.per_layer import per_layer_inputs
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
+from ondevice.model.weights import ModelWeights, MultiStreamWeights
 from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
 
@@ -68,8 +68,8 @@ class ForwardOutput:
 class Transformer(LayerRange):
     """A loaded model: its shapes, a backend, and the weights that the backend loaded.
 
-    streams: None without multi-stream attention. draft_head: None if drafters use the whole head. later: the
-    layers that other machines run; None where all are here.
+    streams: None without multi-stream attention. later: the layers that other machines run; None where all
+    are here.
 
     To run with other weights, as training does, make another Transformer from `weights` with parts replaced.
     A model runs on the thread that made it, as passes use caches that belong to that thread.
@@ -81,11 +81,9 @@ class Transformer(LayerRange):
         backend: Backend,
         weights: ModelWeights,
         streams: MultiStreamWeights | None = None,
-        draft_head: DraftHead | None = None,
         later: LaterLayers | None = None,
     ) -> None:
         super().__init__(config, backend, weights, streams, later)
-        self.draft_head = draft_head
         head = weights.head
         self._frequent = head.draft_head() if isinstance(head, StreamedHead) else None
         self.taps: tuple[int, ...] = ()
@@ -248,42 +246,20 @@ class Transformer(LayerRange):
         """Logits (n, V), unchecked and as the backend's array, for `hidden` (n, D) from `hidden_states`."""
         return self._head(hidden, self.weights.head)
 
-    def draft_logits(self, hidden: Array) -> Float32:
-        """Logits of the draft head's tokens, (n, its rows), or all of them, (n, V), for `hidden` (n, D).
-
-        Raises BundleError if one isn't finite.
-        """
-        return self._finite(self._head(hidden, self._draft_rows))
-
-    def _finite(self, logits: Array) -> Float32:
-        values = self.backend.to_numpy(logits)
-        self.check_finite(values)
-        return values
-
     @property
     def frequent_tokens(self) -> int:
         """Number of the vocabulary's first tokens, whose rows of the head are held before the others."""
         return self.config.vocab_size if self._frequent is None else self._frequent.rows
 
     def frequent_logits(self, hidden: Array) -> Float32:
-        """Logits of these tokens, (n, frequent_tokens), or as `draft_logits` if there is a draft head."""
-        if self._frequent is None or self.draft_head is not None:
-            return self.draft_logits(hidden)
-        return self._finite(self._head(hidden, self._frequent))
+        """Logits of these tokens, (n, frequent_tokens), as `checked_logits` gives them."""
+        rows = self.weights.head if self._frequent is None else self._frequent
+        return self._finite(self._head(hidden, rows))
 
     @property
     def holds_head(self) -> bool:
         """Whether the whole head is in memory."""
         return self._frequent is None or self.weights.head.is_held
-
-    @property
-    def draft_tokens(self) -> NDArray[np.int64] | None:
-        """Ids of the tokens that `draft_logits` are of, ascending; None for the whole vocabulary."""
-        return None if self.draft_head is None else self.draft_head.tokens
-
-    @property
-    def _draft_rows(self) -> Linear:
-        return self.weights.head if self.draft_head is None else self.draft_head.rows
 
     def _head(self, hidden: Array, rows: Linear) -> Array:
         norm, project_out = self.weights.final_norm, self.weights.project_out
@@ -339,12 +315,15 @@ class Transformer(LayerRange):
 
     def checked_logits(self, hidden: Array) -> Float32:
         """Logits (n, V) for `hidden` (n, D), from `hidden_states`. Raises BundleError if one isn't finite."""
-        logits = self.backend.to_numpy(self.logits(hidden))
-        self.check_finite(logits)
-        return logits
+        return self._finite(self.logits(hidden))
+
+    def _finite(self, logits: Array) -> Float32:
+        values = self.backend.to_numpy(logits)
+        self.check_finite(values)
+        return values
 
     def check_finite(self, logits: Float32) -> None:
-        """Raises BundleError if a value of logits, (n, V) or of a draft head, isn't finite."""
+        """Raises BundleError if a value of logits, (n, V) or of frequent tokens, isn't finite."""
         # Zero times a value that isn't finite is NaN. Checking each value would take many times as long.
         if any(logits.dot(self._zeros[: logits.shape[1]])):
             raise BundleError(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Router, Vector
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import DeltaWeights, MixerWeights
@@ -119,17 +116,6 @@ class ModelWeights:
     project_out: Linear | None = None
     per_layer: PerLayerInputs | None = None
     copies: CopiesOfModel | None = None
-
-
-@dataclass(frozen=True)
-class DraftHead:
-    """The head's rows for the tokens that drafters choose from.
-
-    tokens: (n,) their ids, ascending. rows: (n, D) matrix.
-    """
-
-    tokens: NDArray[np.int64]
-    rows: Linear
 
 
 @dataclass(frozen=True)

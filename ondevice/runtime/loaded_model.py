@@ -24,7 +24,6 @@ from ondevice.errors import check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
 from ondevice.flash.reader import FlashReader
 from ondevice.meter import Counters
-from ondevice.model.draft_head import load_draft_head
 from ondevice.model.layer_range import LaterLayers
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
@@ -290,8 +289,5 @@ def _load_transformer(
     if resolved.runs_streams:
         last = len(bundle_files(bundle, runtime.sparsity))
         streams = load_streams(bundle, reader, backend, last, cancelled)
-    draft_head = None
-    if resolved.draft_head_rows:
-        draft_head = load_draft_head(bundle, reader, backend, resolved.draft_head_rows, cancelled)
     config = bundle.config.within(resolved.plan.max_context)
-    return Transformer(config, backend, weights, streams, draft_head, later)
+    return Transformer(config, backend, weights, streams, later)

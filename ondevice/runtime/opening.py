@@ -52,7 +52,6 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "ngrams": runtime.speculation == "auto",
         "eagle": runtime.speculation == "auto",
         "mtp": runtime.speculation == "auto",
-        "token_counts": False,
         "expert_costs": False,
         "expert_use": True,
     }

@@ -23,8 +23,6 @@ from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import (
     context_tokens,
-    draft_head_bytes,
-    draft_head_rows,
     prompt_chunk,
     stream_bytes,
 )
@@ -56,7 +54,6 @@ from ondevice.runtime.opening import (
     without_damaged_sidecars,
 )
 from ondevice.speculation.registry import (
-    check_draft_options,
     datastore_bytes,
     runs_streams,
     used_draft_layer,
@@ -161,11 +158,6 @@ class ResolvedModel:
         return 0 if experts is None else experts.chosen
 
     @property
-    def draft_head_rows(self) -> int:
-        """Rows of the draft head; 0 without one."""
-        return draft_head_rows(self.bundle.config, self.runtime, self._streams)
-
-    @property
     def loaded_bytes(self) -> int:
         """Memory of the loaded weights, the embedding table and neurons aside."""
         found = self.plan.weights_bytes + self.plan.predictor_bytes
@@ -175,7 +167,6 @@ class ResolvedModel:
             found += loaded_bytes(self.draft_layer, self.bundle.config)
         if self._streams is not None and self.runs_streams:
             found += stream_bytes(self.bundle.config, self._streams)
-        found += draft_head_bytes(self.bundle.config, self.bundle.quant, self.draft_head_rows)
         return found
 
     @property
@@ -208,8 +199,6 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     runtime = of_part(bundle.config, runtime)
     added = bundle.predictors, bundle.streams, bundle.damaged, bundle.ngrams
     check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
-    if bundle.config.part.embeds:
-        check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(

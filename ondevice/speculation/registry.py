@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.ngrams import index_bytes as ngram_index_bytes
 from ondevice.bundle.streams import MultiStreams
-from ondevice.bundle.token_counts import TokenCounts
-from ondevice.config import MAX_STREAMS, RuntimeConfig
-from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.config import MAX_STREAMS
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
@@ -210,40 +208,9 @@ def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
     return ngram_index_bytes(ngrams) + READER_BYTES
 
 
-def has_draft_head(name: str, streams: MultiStreams | None) -> bool:
-    """Whether the drafter `name` computes logits of the model's own, so that it may use a draft head."""
-    return name == "resident" or drafts_with_streams(name, streams)
-
-
 def needs(name: str) -> Needs:
     """The requirement of the drafter `name` in addition to the model."""
     return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
-
-
-def check_draft_options(
-    runtime: RuntimeConfig,
-    streams: MultiStreams | None,
-    counts: TokenCounts | None,
-    damaged: Mapping[str, BundleError],
-) -> None:
-    """Refuse options of drafters that the model lacks something for. A drafter's own needs aren't checked.
-
-    Args:
-        runtime: the options.
-        streams: the model's streams, if it has some.
-        counts: its token counts, if it has some.
-        damaged: errors of damaged sidecars by key; these count as absent.
-
-    Raises UnsupportedModelError, and BundleError where the cause is damage.
-    """
-    name = runtime.speculation
-    if runtime.draft_head and counts is None and has_draft_head(name, streams):
-        asked = f"--draft-head {runtime.draft_head} isn't possible with this model"
-        if "token_counts" in damaged:
-            raise BundleError(f"{asked}: {damaged['token_counts'].for_command_line}")
-        raise UnsupportedModelError(
-            f"{asked}: its bundle has no token counts; `ondevice train streams` makes them"
-        )
 
 
 def make_drafter(name: str, target: Target) -> Drafter | None:

@@ -21,7 +21,6 @@ from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.converters.draft_layers.eagle import convert_eagle
-from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
 from ondevice.errors import BudgetError, OndeviceError, RankError, UsageError
 from ondevice.model.sequence_state import allocate_block
@@ -58,7 +57,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_mtp_layer(found, 64)
     add_streams(found, layers=3)
     train_ngrams(found, pieces=[PROMPT * 3])
-    write_token_counts(Bundle.open(found), count_tokens([PROMPT]), found)
     return found
 
 
@@ -114,8 +112,6 @@ def test_no_drafter_changes_the_text(
     expected = one_machine(bundle, sparsity="exact")
     always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
     options: dict[str, Any] = {"speculation": drafter, "sparsity": "exact", "prefill_chunk": 16}
-    if drafter == "streams":
-        options["draft_head"] = 100
     if drafter == "model":
         options["draft_model"] = str(bundle)
     with running_ranks(bundle, cuts, **options) as ranks:

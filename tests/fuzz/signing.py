@@ -29,7 +29,6 @@ SIDECARS = {
     "predictors.json": "predictors",
     "streams.json": "streams",
     "hotness.json": "hotness",
-    "token_counts.json": "token_counts",
     "expert_costs.json": "expert_costs",
     "expert_use.json": "expert_use",
     "ngrams.json": "ngrams",

@@ -92,7 +92,7 @@ def test_an_endless_file_in_the_place_of_a_small_one(
     monkeypatch.setenv("ONDEVICE_CONFIG", device)
     result = ondevice("inspect")
     assert (result.code, "settings file" in result.err) == (UsageError.exit_code, True)
-    sidecars = ("hotness", "streams", "predictors", "token_counts", "expert_costs")
+    sidecars = ("hotness", "streams", "predictors", "expert_costs")
     for name in ("bundle.json", *(f"{sidecar}.json" for sidecar in sidecars)):
         bundle = Path(shutil.copytree(GOLDEN, tmp_path / "bundle", dirs_exist_ok=True))
         (bundle / name).unlink(missing_ok=True)

@@ -90,9 +90,6 @@ def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
     hotness = Bundle.open(bundle).hotness
     assert hotness is not None
     assert hotness.tokens == found.trained_tokens
-    counts = Bundle.open(bundle).token_counts
-    assert counts is not None
-    assert counts.tokens == found.trained_tokens
     assert len(found.ranks) == SHAPE["num_hidden_layers"]
     assert found.trained_tokens + found.measured_tokens == 8 * 128
     recalls = [point.recall for point in found.points]

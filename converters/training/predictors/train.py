@@ -57,7 +57,6 @@ from ondevice.converters.training.sidecars import (
     save_sidecar,
     write_tensors,
 )
-from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.model_config import ZEROING_NAMES
@@ -159,7 +158,6 @@ def train_predictors(
             started = 0.6
         frequencies = firing_frequencies(activations, bundle.config, trained)
         write_hotness(bundle, frequencies, trained, output)
-        write_token_counts(bundle, count_tokens(pieces[: len(pieces) - len(held_back)]), output)
         stored, arrays = [], arrays_of(backend)
         for layer in range(layers):
             on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")

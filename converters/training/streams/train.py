@@ -36,7 +36,6 @@ from ondevice.bundle.files import disk_errors, temporary_path, write_durably
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams
-from ondevice.bundle.token_counts import CountedTokens
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.training.activations import record_entering
 from ondevice.converters.training.sidecars import check_streams_possible, held_out
@@ -56,7 +55,6 @@ from ondevice.converters.training.streams.options import (
     MultiStreamOptions,
 )
 from ondevice.converters.training.streams.write import write_streams
-from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.model_config import ModelConfig
 
@@ -82,18 +80,16 @@ ReadWindow = Callable[[], TrainingWindow]
 
 @dataclass(frozen=True)
 class TrainedMultiStreams:
-    """Trained adapters, and the tokens that trained them.
+    """Trained adapters.
 
     facts: without checksums. arrays: float32 by the names of `streams.safetensors`.
     """
 
     facts: MultiStreams
     arrays: Mapping[str, Float32]
-    tokens: CountedTokens
 
     def write(self, folder: Path) -> MultiStreams:
-        """Add adapters and token counts to the bundle in `folder`. Raises what `write_streams` raises."""
-        write_token_counts(Bundle.open(folder), self.tokens, folder)
+        """Add the adapters to the bundle in `folder`. Raises what `write_streams` raises."""
         facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
         return write_streams(folder, self.arrays, **facts)
 
@@ -162,7 +158,7 @@ def train_streams(
         right = [right_draft_tokens(model, window()) for index, window in windows if index >= trained]
     on_progress(1.0, "trained")
     facts = replace(facts, acceptance=acceptance(right))
-    return TrainedMultiStreams(facts, arrays, count_tokens(pieces[:trained]))
+    return TrainedMultiStreams(facts, arrays)
 
 
 def forget(folder: Path) -> None:

@@ -38,7 +38,7 @@ class ResidentDrafter(Drafter):
         """is_partial: whether some of the weights are on flash. Otherwise a draft's pass is a whole one."""
         self._transformer = transformer
         self._is_partial = is_partial
-        self._ranking = Ranking(tokens=transformer.draft_tokens)
+        self._ranking = Ranking()
         self._text: list[int] = []
         self._kv: SequenceState | None = None
         """Holds the text but for its last token, and what the draft's passes added. None between drafts."""
@@ -90,7 +90,7 @@ class ResidentDrafter(Drafter):
         batch = ForwardBatch(tokens[kept:], resident_only=True, last_only=True)
         hidden = self._transformer.run(batch, kv, self._cancelled).hidden
         model = self._transformer
-        logits = (model.frequent_logits if self._chooses_frequent else model.draft_logits)(hidden)[0]
+        logits = (model.frequent_logits if self._chooses_frequent else model.checked_logits)(hidden)[0]
         history = [*self._text, *path]
         proposals = self._ranking.rank(logits, len(history), history)
         self._chance += CHANCE_WEIGHT * (proposals[0][1] - self._chance)

@@ -55,7 +55,7 @@ class MultiStreamDrafter(Drafter):
         self._transformer = transformer
         self._count = transformer.streams.count
         self._options = options
-        self._rankings = [Ranking(options.candidates, transformer.draft_tokens) for _ in range(self._count)]
+        self._rankings = [Ranking(options.candidates) for _ in range(self._count)]
         self._max_rows = max_rows
         self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
@@ -71,7 +71,7 @@ class MultiStreamDrafter(Drafter):
         self._states: Array | None = None
         """(S, D) final states of these streams, if they have run."""
         self._logits: Float32 | None = None
-        """(S, ...) `Transformer.draft_logits` of `_states`."""
+        """(S, ...) `Transformer.checked_logits` of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
         """Each stream's proposals, once asked for. They depend on the path only by penalties."""
         self._drawn = 0
@@ -110,7 +110,7 @@ class MultiStreamDrafter(Drafter):
 
     def _checked_logits(self, states: Array) -> Float32:
         try:
-            return self._transformer.draft_logits(states)
+            return self._transformer.checked_logits(states)
         except BundleError:
             # The streams are at fault: the model's own logits are checked elsewhere.
             raise BundleError("the streams compute logits that are not finite; train them again") from None
