@@ -116,7 +116,7 @@ class StreamedHead:
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
         """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
         numbers = tokens // self.units[0].rows
-        needed = np.unique(numbers).tolist()
+        needed = sorted(set(numbers.tolist()))
         if any(self.units[number].held is None for number in needed):
             return False
         for number in needed:

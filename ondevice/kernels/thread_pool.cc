@@ -29,7 +29,7 @@ void relax() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : shares_(new Share[static_cast<size_t>(threads)]) {
   try {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { worker(i); });
   } catch (...) {
@@ -54,13 +54,16 @@ void ThreadPool::stop() {
 // while a worker is inside.
 void ThreadPool::take_pieces(int thread) {
   try {
-    for (;;) {
-      const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-      if (begin >= count_) return;
-      call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_, thread);
+    for (int i = 0; i < threads(); ++i) {
+      Share& share = shares_[static_cast<size_t>((thread + i) % threads())];
+      for (;;) {
+        const int64_t begin = share.next.fetch_add(grain_, std::memory_order_relaxed);
+        if (begin >= share.end) break;
+        call_(context_, begin, begin + grain_ < share.end ? begin + grain_ : share.end, thread);
+      }
     }
   } catch (...) {
-    next_.store(count_, std::memory_order_relaxed);
+    for (int i = 0; i < threads(); ++i) shares_[static_cast<size_t>(i)].next.store(INT64_MAX / 2);
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) error_ = std::current_exception();
   }
@@ -69,9 +72,15 @@ void ThreadPool::take_pieces(int thread) {
 void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* context) {
   call_ = call;
   context_ = context;
-  count_ = count;
   grain_ = grain;
-  next_.store(0, std::memory_order_relaxed);
+  const int64_t pieces = (count + grain - 1) / grain;
+  for (int64_t i = 0, begin = 0; i < threads(); ++i) {
+    Share& share = shares_[static_cast<size_t>(i)];
+    const int64_t end = pieces * (i + 1) / threads() * grain;
+    share.next.store(begin, std::memory_order_relaxed);
+    share.end = end < count ? end : count;
+    begin = end;
+  }
   // The 32-bit generation wraps. No worker sleeps through 2^32 runs without entering one.
   gate_.store(((gate_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | kOpen);
   if (sleeping_.load() > 0) {

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,6 +23,8 @@ class ThreadPool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls body(begin, end, thread) over pieces of [0, count) of at most `grain`; returns when all are done.
+  // A thread goes through neighbouring pieces, in order, and then through what is left of other threads':
+  // memory that a kernel prefetches behind a piece is then mostly its next piece's.
   // If a body throws, rethrows the first exception once no thread is in a body; some pieces may not have run.
   // One caller at a time.
   template <class Body>
@@ -51,8 +54,13 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   Call call_ = nullptr;
   const void* context_ = nullptr;
-  int64_t count_ = 0, grain_ = 1;
-  alignas(64) std::atomic<int64_t> next_{0};
+  int64_t grain_ = 1;
+  // Of each thread, its part of [0, count): what no thread has taken yet.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::unique_ptr<Share[]> shares_;
   // generation << 32 | kOpen | workers inside. A run is over when its gate is closed and no worker is inside.
   // A worker that the system hasn't scheduled yet isn't waited for: it finds the gate closed.
   alignas(64) std::atomic<uint64_t> gate_{0};

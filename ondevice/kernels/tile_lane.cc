@@ -58,20 +58,23 @@ void one_level(const KernelTable& kernels, const RowFormat& format, const uint8_
   lane_codes(block, format.bits, lane, codes);
   const uint8_t* scales = block + kTile * format.codes_bytes();
   const uint8_t* biases = scales + kTile * format.scales() * format.scale_bytes();
-  for (int64_t k = 0; k < kGroup; ++k) {
-    const int64_t at = kTile * (k / format.group) * format.scale_bytes();
+  for (int64_t first = 0; first < kGroup; first += format.group) {
+    const int64_t at = kTile * (first / format.group) * format.scale_bytes();
+    const auto each = [&](auto value) {
+      for (int64_t k = first; k < first + format.group; ++k) out[k] = value(codes[k]);
+    };
     if (format.mxfp4()) {
-      out[k] = std::ldexp(kE2m1[codes[k]], scales[at + lane] - 127);
+      each([&](uint8_t code) { return std::ldexp(kE2m1[code], scales[at + lane] - 127); });
       continue;
     }
     const float scale = half_at(kernels, scales + at, lane);
     if (format.kind == ScaleKind::kTable) {
-      out[k] = table_value(codes[k]) * scale;
+      each([&](uint8_t code) { return table_value(code) * scale; });
       continue;
     }
     const float zero = static_cast<float>(1 << (format.bits - 1));
     const float bias = format.implied() ? -zero * scale : half_at(kernels, biases + at, lane);
-    out[k] = static_cast<float>(codes[k]) * scale + bias;
+    each([&](uint8_t code) { return static_cast<float>(code) * scale + bias; });
   }
 }
 

@@ -252,7 +252,8 @@ static inline void store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_or
   _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
                    _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
 }
-static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second cache: on the way to the first, prefetches hold up loads that miss it.
+static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 constexpr int kTokenTile = 4;
 // Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
