@@ -20,8 +20,7 @@ from ondevice.backends.base import (
     KVLayout,
 )
 from ondevice.backends.cpu import CpuBackend
-from ondevice.backends.cpu_neurons import CpuFeedForward
-from ondevice.backends.cpu_slices import CpuSlices
+from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -237,7 +236,7 @@ class _Experts(NeuronSource):
         return ()
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         for expert in routing.experts.tolist():
             record = self._experts.read(expert)

@@ -1,6 +1,6 @@
-"""The gated delta rule in MLX's ops: what each token does to a layer's state, and what it reads there.
+"""The gated delta rule in MLX's ops: how each token changes a layer's state, and what it reads from it.
 
-See `DeltaSpec`; the legend is that of `recurrent.py`, with n tokens.
+See `DeltaSpec`; legend as in `recurrent.py`; n tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ondevice.model_config import DeltaSpec
 
 
 class DeltaRule:
-    """The rule over n tokens, `TokenRule`; a state is (HV, K, V), and what a token reads (HV, 1, V)."""
+    """`TokenRule` over n tokens. A state is (HV, K, V), and a token's read (HV, 1, V)."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class DeltaRule:
     def read(self, state: mx.array, token: int) -> mx.array:
         return self._queries[token] @ state
 
-    def outputs(self, found: Sequence[mx.array], z: mx.array) -> mx.array:
-        normed = mx.fast.rms_norm(mx.stack(found)[:, :, 0], self._norm.weight, self._norm.eps)
+    def outputs(self, reads: Sequence[mx.array], z: mx.array) -> mx.array:
+        normed = mx.fast.rms_norm(mx.stack(reads)[:, :, 0], self._norm.weight, self._norm.eps)
         return normed.reshape(z.shape) * silu(z)
 
 

@@ -1,6 +1,6 @@
-"""A Mamba-2 mixer in MLX's ops: what each token does to a layer's state, and what it reads there.
+"""A Mamba-2 mixer in MLX's ops: how each token changes a layer's state, and what it reads from it.
 
-See `Mamba2Spec` for the arithmetic and the legend; n tokens, I = H * P the width of the output.
+Arithmetic and legend as in `Mamba2Spec`; n tokens, output width I = H * P.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ondevice.model_config import Mamba2Spec
 
 
 class MixerRule:
-    """A mixer over n tokens, `TokenRule`; a state is (G, H / G, N, P), and what a token reads
-    (G, H / G, 1, P). Groups are a dimension, so that what their heads share needs no copies.
+    """`TokenRule` over n tokens. A state is (G, H / G, N, P), and a token's read (G, H / G, 1, P).
+
+    Groups are a dimension, so that values shared by their heads need no copies.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class MixerRule:
     def read(self, state: mx.array, token: int) -> mx.array:
         return self._rows[token] @ state
 
-    def outputs(self, found: Sequence[mx.array], z: mx.array) -> mx.array:
+    def outputs(self, reads: Sequence[mx.array], z: mx.array) -> mx.array:
         spec = self._spec
-        y = mx.stack(found).reshape(z.shape) + self._skipped[-len(found) :]
+        y = mx.stack(reads).reshape(z.shape) + self._skipped[-len(reads) :]
         gates = silu(z * spec.gate_factor)
         if spec.norm == "before":
             y = _normed(y, spec, self._norm)
@@ -62,7 +63,7 @@ class MixerRule:
 
 
 def _times_and_decays(steps: mx.array, spec: Mamba2Spec, weights: MixerWeights) -> tuple[mx.array, mx.array]:
-    """Time steps and decays, (n, H) each, of what steps (n, H) are made of."""
+    """Time steps and decays, (n, H) each, from the projected steps (n, H)."""
     times = softplus(steps * spec.time_factor + weights.time_bias)
     times = mx.clip(times, spec.least_time, spec.most_time)
     decays = mx.exp(in_lanes(weights.decay[None]) * times)
@@ -70,6 +71,6 @@ def _times_and_decays(steps: mx.array, spec: Mamba2Spec, weights: MixerWeights) 
 
 
 def _normed(y: mx.array, spec: Mamba2Spec, norm: Norm) -> mx.array:
-    """y (T, I), each of its parts normed by itself."""
+    """y (T, I), each of `norm_groups` parts normed separately."""
     parts = y.reshape(-1, spec.value_size // spec.norm_groups)
     return mx.fast.rms_norm(parts, None, norm.eps).reshape(y.shape) * norm.weight

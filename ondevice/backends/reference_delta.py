@@ -1,4 +1,4 @@
-"""The gated delta rule in numpy: what the kernels are compared with. See `reference_recurrence.py`."""
+"""The gated delta rule in numpy, the oracle of the kernels. See `reference_recurrence.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.backends.reference_recurrence import Float64, silu
 from ondevice.model_config import DeltaSpec
 
 SQUARES_EPS = 1e-6
-"""Added to the sum of squares that queries and keys are divided by."""
+"""Added to the sum of squares whose root divides queries and keys."""
 
 
 def gated_delta(
@@ -21,7 +21,7 @@ def gated_delta(
     spec: DeltaSpec,
     weights: DeltaWeights,
 ) -> Float32:
-    """(T, HV * V) of projected (T, C + HV * V) and gates (T, 2 * HV), as `RecurrentOps.gated_delta` says."""
+    """(T, HV * V) for projected (T, C + HV * V) and gates (T, 2 * HV), as in `RecurrentOps.gated_delta`."""
     heads, shape = spec.value_heads, (spec.value_heads, spec.key_width, spec.value_width)
     split = heads * spec.key_width * spec.value_width
     held, tail = state[:split].reshape(shape), state[split:].reshape(spec.taps - 1, spec.channels)
@@ -40,10 +40,10 @@ def gated_delta(
         decayed = held * np.exp(weights.decay * time)[:, None, None]
         change = (v.reshape(heads, -1) - np.einsum("hk,hkv->hv", k, decayed)) * beta[:, None]
         held = (decayed + k[:, :, None] * change[:, None]).astype(np.float32)
-        found = np.einsum("hk,hkv->hv", q / np.sqrt(spec.key_width), held.astype(np.float64))
-        found /= np.sqrt(np.mean(np.square(found), axis=1, keepdims=True) + weights.norm.eps)
+        reads = np.einsum("hk,hkv->hv", q / np.sqrt(spec.key_width), held.astype(np.float64))
+        reads /= np.sqrt(np.mean(np.square(reads), axis=1, keepdims=True) + weights.norm.eps)
         z = projected[token, spec.channels :].astype(np.float64)
-        out[token] = (found * weights.norm.weight).reshape(-1) * silu(z)
+        out[token] = (reads * weights.norm.weight).reshape(-1) * silu(z)
     next_state[:split] = held.reshape(-1)
     next_state[split:] = inputs[len(projected) :].reshape(-1)
     return out
@@ -51,5 +51,5 @@ def gated_delta(
 
 def _unit(x: Float64) -> Float64:
     """Each row divided by its length."""
-    found: Float64 = x / np.sqrt(np.sum(np.square(x), axis=1, keepdims=True) + SQUARES_EPS)
-    return found
+    unit: Float64 = x / np.sqrt(np.sum(np.square(x), axis=1, keepdims=True) + SQUARES_EPS)
+    return unit

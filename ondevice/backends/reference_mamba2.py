@@ -1,4 +1,4 @@
-"""A Mamba-2 mixer in numpy: what the kernels are compared with. See `reference_recurrence.py`."""
+"""A Mamba-2 mixer in numpy, the oracle of the kernels. See `reference_recurrence.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mamba2(
     spec: Mamba2Spec,
     weights: MixerWeights,
 ) -> Float32:
-    """(T, I) of projected (T, C + I) and steps (T, H), as `RecurrentOps.mamba2` says."""
+    """(T, I) for projected (T, C + I) and steps (T, H), as in `RecurrentOps.mamba2`."""
     heads, split = spec.heads, spec.value_size * spec.state_width
     held = state[:split].reshape(heads, spec.state_width, spec.head_width)
     tail = state[split:].reshape(spec.taps - 1, spec.channels)
@@ -36,20 +36,20 @@ def mamba2(
             np.repeat(part.reshape(spec.groups, -1), heads // spec.groups, axis=0)[:, :, None]
             for part in (b, c)
         )
-        given = steps[token].astype(np.float64) * spec.time_factor + weights.time_bias
-        time = np.clip(np.logaddexp(0.0, given), spec.least_time, spec.most_time)[:, None, None]
+        step = steps[token].astype(np.float64) * spec.time_factor + weights.time_bias
+        time = np.clip(np.logaddexp(0.0, step), spec.least_time, spec.most_time)[:, None, None]
         decayed = held * np.exp(weights.decay.astype(np.float64)[:, None, None] * time)
         held = (decayed + b * time * x[:, None]).astype(np.float32)
-        found = (c * held).sum(axis=1) + skip * x
+        reads = (c * held).sum(axis=1) + skip * x
         z = projected[token, spec.channels :].astype(np.float64)
-        out[token] = _gated(found.reshape(-1), z, spec, weights)
+        out[token] = _gated(reads.reshape(-1), z, spec, weights)
     next_state[:split] = held.reshape(-1)
     next_state[split:] = inputs[len(projected) :].reshape(-1)
     return out
 
 
 def _gated(y: Float64, z: Float64, spec: Mamba2Spec, weights: MixerWeights) -> Float64:
-    """What leaves the mixer, (I,), of its output y and gates z."""
+    """y (I,) gated by z (I,) and normed."""
     gate = silu(z * spec.gate_factor)
     if spec.norm == "none":
         return y * gate * spec.out_factor
@@ -61,5 +61,5 @@ def _gated(y: Float64, z: Float64, spec: Mamba2Spec, weights: MixerWeights) -> F
 def _normed(x: Float64, spec: Mamba2Spec, weights: MixerWeights) -> Float64:
     parts = x.reshape(spec.norm_groups, -1)
     parts = parts / np.sqrt(np.mean(np.square(parts), axis=1, keepdims=True) + weights.norm.eps)
-    found: Float64 = parts.reshape(-1) * weights.norm.weight
-    return found
+    out: Float64 = parts.reshape(-1) * weights.norm.weight
+    return out

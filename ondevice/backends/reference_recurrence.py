@@ -1,7 +1,7 @@
-"""Passes, drafts and replays of the rules of recurrent layers in numpy: what the kernels are compared with.
+"""Passes, drafts and replays of recurrent layers in numpy, the oracle of the kernels.
 
-A rule goes token by token in float64. Each token's state is rounded to float32, as it is stored, so that a
-pass may have any number of tokens.
+A rule goes token by token in float64. Each token's state is rounded to float32, so that results don't depend
+on the number of tokens in a pass. Sums of the short convolution are float64.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.backends.recurrent import Ahead, States, StateStore
-from ondevice.model_config import DeltaSpec, Mamba2Spec
+from ondevice.backends.recurrent import Ahead, States, StateStore, ahead_parents
+from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec
 
 Float64 = NDArray[np.float64]
 Spec = TypeVar("Spec", DeltaSpec, Mamba2Spec)
 Weights = TypeVar("Weights")
 Rule: TypeAlias = Callable[[Float32, Float32, States, States, Spec, Weights], Float32]
-"""Outputs of `projected` and `gates` of T tokens behind a state; writes the state behind the last of them."""
+"""Outputs for `projected` and `gates` of T tokens after a state; writes the state after the last token."""
 
 
 def of_pass(
@@ -57,7 +57,7 @@ def _of_tree(
     spec: Spec,
     weights: Weights,
 ) -> Float32:
-    """Outputs of the last T tokens of a tree: each with the state behind the token that it follows."""
+    """Outputs of the last T tokens of a tree, each from the state after its parent."""
     held: list[States] = []
     out = np.empty((len(projected), spec.value_size), np.float32)
     first = len(ahead.parents) - len(projected)
@@ -68,10 +68,34 @@ def _of_tree(
             row[0, spec.channels :] = projected[node - first, spec.channels :]
         after = np.empty_like(state)
         before = state if parent < 0 else held[parent]
-        found = rule(row, ahead.gates[node : node + 1], before, after, spec, weights)
+        outputs = rule(row, ahead.gates[node : node + 1], before, after, spec, weights)
         held.append(after)
         if node >= first:
-            out[node - first] = found[0]
+            out[node - first] = outputs[0]
+    return out
+
+
+def short_conv(
+    projected: Float32, states: StateStore, layer: int, spec: ConvSpec, weights: Float32
+) -> Float32:
+    """`RecurrentOps.short_conv`."""
+    b, c, x = np.split(projected, 3, axis=1)
+    products, count, seen = b * x, len(projected), spec.taps - 1
+    tail = states.state(layer).reshape(seen, spec.channels)
+    ahead = states.ahead(layer)
+    if ahead is None:
+        inputs, parents = np.concatenate([tail, products]), ahead_parents(0, count, None)
+        states.next_state(layer)[:] = inputs[count:].reshape(-1)
+    else:
+        ahead.channels[-count:] = products
+        inputs, parents = np.concatenate([tail, ahead.channels]), ahead.parents
+    # The row before each row: in the tail the previous one, for a token its parent.
+    before = np.concatenate([np.arange(-1, seen - 1), parents + seen])
+    rows, total = np.arange(len(inputs) - count, len(inputs)), np.zeros((count, spec.channels))
+    for tap in reversed(range(spec.taps)):
+        total += inputs[rows].astype(np.float64) * weights[tap]
+        rows = before[rows]
+    out: Float32 = (total * c).astype(np.float32)
     return out
 
 

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.backends.row_invariance import MOST_ROWS
+from ondevice.backends.row_invariance import MAX_ROWS
 from ondevice.config import BackendName
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError, ModelNotFoundError
@@ -168,7 +168,7 @@ def rows(name: str, folder: Path | None) -> Check:
         value = (
             f"nothing drafts for {bundle.name} on {invariance.device}: beside others, a row has other bits"
         )
-    if invariance.ops.get(narrowest, widths.nodes) < MOST_ROWS:
+    if invariance.ops.get(narrowest, widths.nodes) < MAX_ROWS:
         value += f" (in its {narrowest})"
     return Check(name, "ok", value, figures=figures)
 

@@ -95,7 +95,6 @@ class LaterLayers(Protocol):
 
         Raises the other machines' errors, after which no pass may follow.
         """
-        ...
 
     def new_state(
         self, layout: KVLayout, allocate: Allocate, release: Release, arrays: KVArrays | None = None
@@ -104,17 +103,14 @@ class LaterLayers(Protocol):
 
         What shortens or copies it here is repeated there before the next pass.
         """
-        ...
 
     def short_of_room(self, layout: KVLayout, nbytes: int = 0) -> str:
         """The name of a machine without room for its parts of all states, and of a new block or buffer that
         takes nbytes here; "" if all have room.
         """
-        ...
 
     def narrowed(self, widths: RowWidths) -> RowWidths:
         """The narrowest of these widths, of this machine's layers, and of the others'."""
-        ...
 
     def prompt_rows(self, rows: int, equal_rows: int, offloads: bool) -> int:
         """Most tokens of a prompt's pass, of at most `rows`: fewer where that pipelines better.
@@ -122,27 +118,21 @@ class LaterLayers(Protocol):
         Not where a pass of more than equal_rows has other bits, or reads weights from flash, here
         (`offloads`) or on another machine.
         """
-        ...
 
     def expect(self, kv: SequenceState, n_tokens: int) -> None:
         """A text begins whose state will have n_tokens: the rest of the memory is for neurons."""
-        ...
 
     def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
         """Keep only the nodes of `path` of a tree, as `LayerRange.keep` does here."""
-        ...
 
     def stats(self, own: RankStats) -> tuple[RankStats, ...]:
         """What all machines took so far, in order. own: of this one, rank 0, but for its messages."""
-        ...
 
     def end(self) -> None:
         """No pass follows: the other machines are done. Idempotent."""
-        ...
 
     def accept(self, rows: Sequence[int]) -> None:
         """Rows of the last pass's batch whose tokens are part of the text, as `LayerRange.accept` has it."""
-        ...
 
 
 class LayerRange:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Bytes, Float32, RowChunk
-from ondevice.backends.cpu_matrices import StoredMatrix, TilePlace
+from ondevice.backends.cpu_matrices import FlashMatrix, TilePlace
 from ondevice.backends.tiled_source import TileChunk
 from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
@@ -116,8 +116,8 @@ class TiledSection:
     place: TilePlace
 
     @property
-    def stored(self) -> StoredMatrix:
-        return StoredMatrix(self.matrix, self.place)
+    def stored(self) -> FlashMatrix:
+        return FlashMatrix(self.matrix, self.place)
 
     def rows(self, first: int, matrix: TiledMatrix) -> TiledSection:
         """The section of `matrix`, this one's rows from `first` on, a multiple of 16."""

@@ -127,7 +127,7 @@ class RecurrentStates:
         added: list[Buffer] = []
         try:
             for _ in range(self.layout.buffers(n_tokens, len(self.marks)) - self._held):
-                added.append(self.memory.made(self._allocate, self.layout.nbytes))
+                added.append(self.memory.new_buffer(self._allocate, self.layout.nbytes))
             if self.layout.drafts:
                 self._hold_inputs()
             self._spare += added
@@ -278,7 +278,7 @@ class RecurrentStates:
 
     def _hold_inputs(self) -> None:
         if self._inputs is None:
-            self._inputs = self.memory.made(self._allocate, self.layout.ahead_bytes)
+            self._inputs = self.memory.new_buffer(self._allocate, self.layout.ahead_bytes)
 
     def _move_inputs(self, sources: Sequence[int]) -> None:
         """Keep the inputs of the tokens `sources`, ascending, in place of those of the first."""

@@ -50,7 +50,7 @@ def selector_parts(
         found = [
             SelectorParts(
                 (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
-                least_gate=config.feed_forward.threshold,
+                min_gate=config.feed_forward.threshold,
             )
             for layer in layers
         ]
@@ -123,7 +123,7 @@ class SelectorParts:
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
-    least_gate: float = 0.0
+    min_gate: float = 0.0
     deviations: float | None = None
     activated: FeedForwardSpec | None = None
 
@@ -132,4 +132,4 @@ class SelectorParts:
         if not self.matrices:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        return Selector(matrices, self.predicted, self.least_gate, self.deviations, self.activated)
+        return Selector(matrices, self.predicted, self.min_gate, self.deviations, self.activated)

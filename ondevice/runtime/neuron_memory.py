@@ -46,46 +46,37 @@ class NeuronMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory for neurons, filled or not."""
-        ...
 
     @property
     def filled_bytes(self) -> int:
         """Bytes that neurons are sure to hold. Safe from any thread."""
-        ...
 
     @property
     def lookups(self) -> int:
         """Neurons that passes have multiplied, counted once per pass and layer."""
-        ...
 
     @property
     def hits(self) -> int:
         """Lookups whose neuron was in memory when the pass came to its layer."""
-        ...
 
     @property
     def times(self) -> PassTimes:
         """Seconds that passes have waited for neurons and managed their memory."""
-        ...
 
     @property
     def prefetching(self) -> PrefetchQuality: ...
 
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to a quota of segments, divided as the plan's shape divides it."""
-        ...
 
     def keep_dense(self, quota: Sequence[int]) -> None:
         """Allow each layer that many segments of neurons that aren't an expert's, as `Plan.dense_quota`."""
-        ...
 
     def fill(self) -> bool:
         """Read a little ahead while the model is idle. Returns False if there is nothing more to read."""
-        ...
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
-        ...
 
 
 class NoNeuronMemory:
