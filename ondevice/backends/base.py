@@ -302,10 +302,10 @@ class Router(NamedTuple):
     matrix: Linear
     choice_bias: Vector | None = None
     shared_gate: Linear | None = None
-    apart: Apart | None = None
+    apart: ExpertNorms | None = None
 
 
-class Apart(NamedTuple):
+class ExpertNorms(NamedTuple):
     """Norms of the router's input, the experts' input, the sum of their outputs, and the dense output.
 
     scales: (E,) factors of the experts' weights.

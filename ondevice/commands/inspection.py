@@ -18,7 +18,7 @@ from ondevice.commands.reports import lossy_lines, parts, percent, residency, si
 from ondevice.commands.speed_reports import speed_lines
 from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
 from ondevice.measure.expected_speed import SpeedForecast
-from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.runtime.conversion import Prepared
 from ondevice.runtime.mode_change import mode_change
 from ondevice.runtime.models import (
@@ -106,7 +106,7 @@ def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = No
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
-        *([] if config.part == WHOLE else [part_words(bundle.manifest)]),
+        *([] if config.part == FULL_MODEL else [part_words(bundle.manifest)]),
         *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, _modes(bundle)),
@@ -172,7 +172,7 @@ def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForeca
 def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
     """What a slice of a model has; None for a whole one."""
     part = bundle.config.part
-    if part == WHOLE:
+    if part == FULL_MODEL:
         return None
     return {
         "first_layer": part.first,

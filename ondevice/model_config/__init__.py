@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is: `model` with its layers, what these have, `rope`; and `checks`."""
+"""The description of a decoder-only transformer: the model, its layers and their blocks."""
 
 from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadNorm, HeadSizes
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
@@ -32,7 +32,14 @@ from ondevice.model_config.model import (
     NormSpec,
     RecurrentSpec,
 )
-from ondevice.model_config.part import ALIGNED_FLOATS, STATE_SIZES, WHOLE, ModelPart, cut_places, part_config
+from ondevice.model_config.part import (
+    ALIGNED_FLOATS,
+    FULL_MODEL,
+    STATE_SIZES,
+    ModelPart,
+    cut_places,
+    part_config,
+)
 from ondevice.model_config.rope import RopeSpec
 from ondevice.model_config.short_conv import ConvSpec
 
@@ -40,6 +47,7 @@ __all__ = [
     "ACTIVATIONS",
     "ALIGNED_FLOATS",
     "CLAMP",
+    "FULL_MODEL",
     "LATENT_LANES",
     "MAX_CHOSEN",
     "MAX_COPIES",
@@ -54,7 +62,6 @@ __all__ = [
     "SIZE_LIMITS",
     "STATE_SIZES",
     "SWISH_SLOPE",
-    "WHOLE",
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",

@@ -1,4 +1,4 @@
-"""A layer with the gated delta rule in attention's place (Gated DeltaNet, arXiv 2412.06464).
+"""A layer with the gated delta rule instead of attention (Gated DeltaNet, arXiv 2412.06464).
 
 Legend: HK key heads, HV value heads, K and V their widths, C channels, taps of the convolution.
 """
@@ -15,18 +15,19 @@ MAX_TAPS = 16
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """Queries, keys and values go through a causal convolution of each channel and SiLU. Queries and keys
-    then have length 1, queries divided by sqrt(K). Each value head has a state S (K, V), which tokens change:
+    """Queries, keys and values go through a causal convolution of each channel and SiLU. Queries and keys are
+    normalised to length 1, queries divided by sqrt(K). Each token updates a state S (K, V) of each value
+    head:
 
         S = decay * S;  S += k (beta * (v - k S));  out = q S
 
-    with beta = sigmoid(b) and decay = exp(-exp(A) * softplus(a + t)) of two projections b and a. What leaves
-    is norm(out) * silu(z), z a fourth projection beside those of queries, keys and values.
+    with beta = sigmoid(b) and decay = exp(-exp(A) * softplus(a + t)) of two projections b and a. The output
+    is norm(out) * silu(z), z a fourth projection.
 
     Args:
         key_heads, value_heads: numbers of heads; neighbouring value heads share a key head.
         key_width, value_width: widths of a key (and a query) and of a value.
-        taps: tokens that the convolution sees, its own included.
+        taps: number of tokens that the convolution sees, including the current one.
     """
 
     key_heads: int
@@ -63,12 +64,12 @@ class DeltaSpec:
 
     @property
     def channels(self) -> int:
-        """C: what the convolution runs over, queries, keys and values."""
+        """C: width of the convolution, over queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     @property
     def gate_floats(self) -> int:
-        """Values of a token that betas and decays are made of."""
+        """Floats of a token's inputs of betas and decays."""
         return 2 * self.value_heads
 
     @property
@@ -78,10 +79,10 @@ class DeltaSpec:
 
     @property
     def token_floats(self) -> int:
-        """Values of a token that a thread has side by side: of one key head and its value heads."""
+        """Floats of a token in a thread's scratch memory: one key head and its value heads."""
         return 2 * self.key_width + self.value_heads // self.key_heads * (self.value_width + 2)
 
     @property
     def state_floats(self) -> int:
-        """Values of a state: (HV, K, V), then (taps - 1, C), the convolution's last inputs."""
+        """Floats of a state: (HV, K, V), then (taps - 1, C), the convolution's last inputs."""
         return self.value_size * self.key_width + (self.taps - 1) * self.channels

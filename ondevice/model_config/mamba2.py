@@ -1,4 +1,4 @@
-"""A layer with a Mamba-2 mixer (arXiv 2405.21060), in attention's place or beside it.
+"""A layer with a Mamba-2 mixer (arXiv 2405.21060), instead of attention or parallel to it.
 
 Legend: H heads, P width of a head, G groups, N width of a state, C channels, taps of the convolution.
 """
@@ -13,7 +13,7 @@ from ondevice.model_config.delta import MAX_TAPS
 from ondevice.records import dataclass
 
 MixerNorm = Literal["none", "before", "after"]
-"""Where the norm of a mixer's output stands: nowhere, before the gate multiplies it, or behind that."""
+"""The place of the norm of a mixer's output: none, before the gate multiplies it, or after."""
 MAX_TIME = 1e6
 """Largest limit of a time step."""
 
@@ -21,23 +21,23 @@ MAX_TIME = 1e6
 @dataclass(frozen=True)
 class Mamba2Spec:
     """Inputs x, and B and C of each group, go through a causal convolution of each channel and SiLU. Each
-    head has a state S (N, P), which tokens change by their time step dt:
+    token updates a state S (N, P) of each head by its time step dt:
 
         dt = clip(softplus(time_factor * d + time_bias), least_time, most_time)
         S = exp(-exp(A) * dt) * S + B (dt * x)^T;  y = C S + skip * x
 
-    with d a projection, and A, time_bias and skip a number of each head. What leaves is y * silu(gate_factor
-    * z) * out_factor, z a projection beside those of x, B and C, with an RMS norm before or behind the gate.
+    with d a projection, and A, time_bias and skip constants of each head. The output is
+    y * silu(gate_factor * z) * out_factor, z a projection, with an RMS norm before or after the gate.
 
     Args:
         heads, head_width: H and P.
         groups: G; neighbouring heads share their group's B and C.
         state_width: N.
-        taps: tokens that the convolution sees, its own included.
-        conv_bias: whether the convolution has a bias of each channel.
-        norm: where a norm stands; its eps is the model's.
-        norm_groups: parts of the output that are normed each by itself, of one width.
-        least_time, most_time: limits of time steps, float32 values; most_time None: there is none.
+        taps: number of tokens that the convolution sees, including the current one.
+        conv_bias: whether each channel of the convolution has a bias.
+        norm: place of the norm; its eps is the model's.
+        norm_groups: number of equal parts of the output that are normed separately.
+        least_time, most_time: limits of time steps, float32 values; most_time None: no limit.
         time_factor, gate_factor, out_factor: float32 values.
     """
 
@@ -74,8 +74,8 @@ class Mamba2Spec:
                 f"a mixer's norm_groups is {self.norm_groups}; it must divide {self.value_size}, and be 1 "
                 "without a norm"
             )
-        most = MAX_TIME if self.most_time is None else self.most_time
-        if not 0.0 <= self.least_time <= most <= MAX_TIME:
+        max_time = MAX_TIME if self.most_time is None else self.most_time
+        if not 0.0 <= self.least_time <= max_time <= MAX_TIME:
             raise UnsupportedModelError(
                 f"a mixer's time steps are from {self.least_time} to {self.most_time}; limits are from 0 to "
                 f"{MAX_TIME:g}, the first not above the second"
@@ -83,35 +83,35 @@ class Mamba2Spec:
 
     @property
     def value_size(self) -> int:
-        """Width of what the output projection reads, H * P."""
+        """Width of the output projection's input, H * P."""
         return self.heads * self.head_width
 
     @property
     def group_size(self) -> int:
-        """Width of B, or C, of all groups."""
+        """Width of B, or C, for all groups."""
         return self.groups * self.state_width
 
     @property
     def channels(self) -> int:
-        """C: what the convolution runs over, x, B and C."""
+        """C: width of the convolution, over x, B and C."""
         return self.value_size + 2 * self.group_size
 
     @property
     def gate_floats(self) -> int:
-        """Values of a token that time steps are made of."""
+        """Floats of a token's inputs of time steps."""
         return self.heads
 
     @property
     def projections(self) -> dict[str, int]:
-        """Rows of each projection: x, B and C, which the convolution runs over, and the gates z."""
+        """Rows of each projection: x, B and C, the convolution's inputs, and the gates z."""
         return {"x": self.value_size, "b": self.group_size, "c": self.group_size, "z": self.value_size}
 
     @property
     def token_floats(self) -> int:
-        """Values of a token that a thread has side by side: of one head and its group."""
+        """Floats of a token in a thread's scratch memory: one head and its group."""
         return self.head_width + 2 * self.state_width + 2
 
     @property
     def state_floats(self) -> int:
-        """Values of a state: (H, N, P), then (taps - 1, C), the convolution's last inputs."""
+        """Floats of a state: (H, N, P), then (taps - 1, C), the convolution's last inputs."""
         return self.value_size * self.state_width + (self.taps - 1) * self.channels

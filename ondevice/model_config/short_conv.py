@@ -1,4 +1,4 @@
-"""A layer with a gated short convolution in attention's place, as LFM2 has them."""
+"""A layer with a gated short convolution instead of attention, as in LFM2."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """y = c * conv(b * x) of three projections b, c and x: a causal convolution of each channel by itself.
+    """y = c * conv(b * x) of three projections b, c and x, with a causal convolution of each channel.
 
-    In bundles the projections are q, k and v. The state is what the convolution still sees of products b * x.
+    In bundles the projections are q, k and v. The state is the last products b * x that the convolution sees.
 
     Args:
         channels: width of each projection, and of y.
-        taps: tokens that the convolution sees, its own included.
+        taps: number of tokens that the convolution sees, including the current one.
     """
 
     channels: int
@@ -27,17 +27,17 @@ class ConvSpec:
 
     @property
     def value_size(self) -> int:
-        """Width of what the output projection reads."""
+        """Width of the output projection's input."""
         return self.channels
 
     @property
     def gate_floats(self) -> int:
-        """Values that a token that runs ahead keeps beside its channels: none."""
+        """0: a token that runs ahead has no stored inputs except its channels."""
         return 0
 
     @property
     def state_floats(self) -> int:
-        """Values of a state: (taps - 1, C), the last products b * x."""
+        """Floats of a state: (taps - 1, C), the last products b * x."""
         return (self.taps - 1) * self.channels
 
     @property

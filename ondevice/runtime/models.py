@@ -32,7 +32,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.model_config import WHOLE, ZEROING_NAMES, ExpertsSpec, ModelConfig
+from ondevice.model_config import FULL_MODEL, ZEROING_NAMES, ExpertsSpec, ModelConfig
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
@@ -412,7 +412,7 @@ def of_part(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
     """The options of a model for a part of it, which may have none of the layers whose gates are exact
     zeros: dense gives what `exact` gives there.
     """
-    if config.part != WHOLE and runtime.sparsity == "exact" and not config.has_exact_zeros:
+    if config.part != FULL_MODEL and runtime.sparsity == "exact" and not config.has_exact_zeros:
         return replace(runtime, sparsity="dense")
     return runtime
 

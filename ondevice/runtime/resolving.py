@@ -34,7 +34,7 @@ from ondevice.chat_template import import_template_library
 from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
-from ondevice.model_config import WHOLE
+from ondevice.model_config import FULL_MODEL
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import (
     allowed_draft_layer,
@@ -177,7 +177,7 @@ class ResolvedModel:
 
 def require_whole(bundle: Bundle) -> None:
     """Raises UnsupportedModelError for a slice, which gives no text alone."""
-    if bundle.config.part != WHOLE:
+    if bundle.config.part != FULL_MODEL:
         raise UnsupportedModelError(
             f"{bundle.name} is {part_words(bundle.manifest)}. It runs with the other layers' machines alone: "
             "use --hosts, or name the whole model"
@@ -351,7 +351,7 @@ class _Planner:
         shortest, longest = default.plan.max_context, self.bundle.config.original_context
         share = 0.0 if self.runtime.max_context else self.runtime.context_share
         # Machines that share a model agree on one context, which no budget of theirs makes longer.
-        if not share or longest <= shortest or self.bundle.config.part != WHOLE:
+        if not share or longest <= shortest or self.bundle.config.part != FULL_MODEL:
             return default
 
         def has_room(length: int) -> bool:
@@ -405,7 +405,7 @@ class _Planner:
         if (
             not self.runtime.prefill_chunk
             and self.runtime.backend == "cpu"
-            and self.bundle.config.part == WHOLE
+            and self.bundle.config.part == FULL_MODEL
         ):
             chunk = SMALL_CHUNK
         return self._in_chunks(chunk, max_context, wanted)
@@ -525,7 +525,7 @@ def _may_leave_streams(bundle: Bundle) -> bool:
     a model other machines' layers have them too.
     """
     streams = bundle.streams
-    return streams is not None and streams.mode == "lossless" and bundle.config.part == WHOLE
+    return streams is not None and streams.mode == "lossless" and bundle.config.part == FULL_MODEL
 
 
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
