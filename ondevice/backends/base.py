@@ -296,7 +296,7 @@ class Router(NamedTuple):
     """A layer's router: matrix (E, D), and choice_bias (E,), added to scores for the choice alone.
 
     shared_gate: (1, D); the sigmoid of its product multiplies the dense feed-forward's output.
-    apart: norms of experts that run beside the dense feed-forward; None where they share its norm.
+    apart: norms of experts that run parallel to the dense feed-forward; None where they share its norm.
     """
 
     matrix: Linear

@@ -18,7 +18,7 @@ class BudgetedBackend(Backend, Protocol):
 
     @property
     def target(self) -> str:
-        """What computes: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """The compute target: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
 
     @property
     def feed_forwards(self) -> Sequence[FeedForwardLayer]:
@@ -42,10 +42,10 @@ class BudgetedBackend(Backend, Protocol):
         """Hold the embedding table in memory, or free it and read its rows from flash."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Set the backend's own limits to a budget."""
+        """Set the backend's limits to a budget."""
 
     def trim(self) -> None:
-        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
+        """Free scratch memory, which the next pass allocates again. Invalidates all results of ops."""
 
     def close(self) -> None:
         """Free all memory. Idempotent."""

@@ -78,19 +78,6 @@ def native_form(spec: FeedForwardSpec) -> Form:
     return index, spec.threshold, relu_up, spec.clamp, spec.slope
 
 
-def contributions(
-    runner: _native.Runner, gates: Float32, up: Float32 | None, spec: FeedForwardSpec, out: Float32
-) -> None:
-    """Write |activation(gate) * up|, or |activation(gate)|, for gates (T, F) to out (T, F).
-
-    up: (F,). out may be `gates`.
-    """
-    form = native_form(spec)
-    for gate, contribution in zip(gates, out, strict=True):
-        _native.activate(runner, form, gate, up, contribution)
-        np.abs(contribution, out=contribution)
-
-
 def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
     """`out` (T, D) with the output bias, if there is one, added in place."""
     if bias is not None:
@@ -211,7 +198,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         self.trim()
 
     def trim(self) -> None:
-        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
+        """Free scratch memory, which the next pass allocates again. Invalidates all results of ops."""
         self._buffers.clear()
         self._views.clear()
         self.runner.trim()
@@ -380,7 +367,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     ) -> Float32:
         """`feed_forward` of a layer in slices, whose outputs are added in order.
 
-        Estimates, as of streams, use what is in memory: complete slices, and the high planes of others.
+        Estimates, as of streams, use resident slices, and the high planes of others.
         """
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
@@ -524,8 +511,10 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             return x, x
         scores = self._buffer("cut off", (len(x), x.shape[1]))
         if selector.activated is not None:
-            contributions(self.runner, x, None, selector.activated, scores)
-            return scores, x
+            form = native_form(selector.activated)
+            for gates, activated in zip(x, scores, strict=True):
+                _native.activate(self.runner, form, gates, None, activated)
+            return np.abs(scores, out=scores), x
         return np.subtract(x, np.float32(selector.min_gate), out=scores), x
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:

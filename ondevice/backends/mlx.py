@@ -153,7 +153,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
     def close(self) -> None:
         """Free memory, drop the results of computations under way, and restore MLX's limits. Idempotent."""
         self._begun = None
-        self.feed_forwards.clear()  # before what is freed leaves MLX's cache
+        self.feed_forwards.clear()  # before `trim`, which clears MLX's cache
         self.trim()
         if self._limits is not None:
             self._limits.restore()

@@ -137,7 +137,7 @@ class _Ops:
         yield from self._blocks()
         # A layer that reads the keys of another attends as that one does.
         attending = (layer.attention for layer in config.layers if layer.attends)
-        for spec in sorted({replace(own, keys_of=None) for own in attending}, key=repr):
+        for spec in sorted({replace(it, keys_of=None) for it in attending}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
@@ -357,7 +357,7 @@ class _Recurrence:
         return self._alone(tuple(range(row + 1)))
 
     def after_path(self, row: int) -> Float32:
-        """The row behind those on its path through a binary tree, each by itself."""
+        """The row after those on its path through a binary tree, each in a separate pass."""
         return self._alone(tuple(BINARY.path(row)))
 
     def chain(self, rows: int) -> Float32:
@@ -399,7 +399,7 @@ class _Recurrence:
 
 
 class _Selected:
-    """Selected neurons, as `MlxBackend` multiplies them: gathered, in whole blocks."""
+    """Selected neurons, gathered and padded to blocks as in `MlxBackend`."""
 
     def __init__(self, neurons: MlxNeurons, x: mx.array, spec: FeedForwardSpec) -> None:
         assert neurons.gate is not None
@@ -484,7 +484,7 @@ class _Attention:
         return self._attend([row], self._keys + row)
 
     def after_path(self, row: int) -> Float32:
-        """The row behind those on its path through a binary tree, each by itself."""
+        """The row after those on its path through a binary tree, each in a separate pass."""
         for depth, node in enumerate(BINARY.path(row)):
             out = self._attend([node], self._keys + depth)
         return out

@@ -51,7 +51,7 @@ def fewer_experts(chosen: int, own: int) -> str:
 
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
     """What the options do to the text of a model with experts; none for other models."""
-    runtime, own = resolved.runtime, resolved.own_experts
+    runtime, own = resolved.runtime, resolved.default_experts
     if resolved.bundle.config.experts is None:
         return []
     return [fewer_experts(runtime.experts, own)] if own else []

@@ -101,7 +101,7 @@ def named_model(model: str | os.PathLike[str]) -> Check:
 
     resolved = api.open_model(model, RuntimeConfig())
     resolved.require_fit()
-    least = resolved.frugal.plan.minimum_budget_bytes
+    least = resolved.smallest_plan.plan.minimum_budget_bytes
     nbytes = resolved.bundle.bundle_bytes
     figures = {"path": str(resolved.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
     value = f"{resolved.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"

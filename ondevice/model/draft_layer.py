@@ -257,20 +257,19 @@ def load_draft_layer(
     reader: FlashReader,
     backend: Backend,
     target: ModelWeights,
-    file_index: int,
     max_context: int,
     cancelled: IsCancelled = never_cancelled,
 ) -> LoadedDraftLayer:
     """Load the bundle's draft layer into `backend`.
 
-    file_index: of its file in `reader`. target: the model's weights, whose embedding, norm and head it may
-    share. cancelled: called between two pieces.
+    reader: of its file. target: the model's weights, whose embedding, norm and head it may share. cancelled:
+    called between two pieces.
 
     Raises BundleError if its bytes can't be weights, FlashReadError if they don't match their checksum,
     Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
     """
     config = bundle.config
-    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), file_index)
+    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), 0)
     vectors = list(layer.vectors(config))
     parts: list[Part] = []
     for it in vectors:

@@ -22,7 +22,7 @@ def feed_forward(
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
+    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), by `spec`.
 
     In a layer with experts, `Backend.mixture` takes the place of the feed-forward. Without a feed-forward the
     result is the residual.

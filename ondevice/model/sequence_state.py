@@ -51,8 +51,8 @@ def _forget(block: Block) -> None:
 class SequenceState:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states after them.
 
-    allocate: a block of so many bytes that the backend's ops can write to (uint8 for numpy backends), or
-        raises (`BudgetError` under a memory plan).
+    allocate: allocates a block of a number of bytes, which the backend's ops can write to (uint8 for numpy
+        backends); may raise (`BudgetError` under a memory plan).
     release: frees a block.
     arrays: a backend's arrays. Ops then write to these, and blocks only account for their memory.
     """

@@ -77,7 +77,7 @@ class Drafted(NamedTuple):
 
 
 MakeDrafts: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
-"""The drafts of all texts of a pass, of at most so many rows together, or one row for each text."""
+"""The drafts of all texts of a pass, with at most a number of rows together, or one row for each text."""
 Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", "passed"] | None
 """The answer to a request: its result, its error, `evicted` if its kv was emptied to free memory, so that it
 has to start again, `passed` if its batch is empty, or None if it waits for a later pass."""
