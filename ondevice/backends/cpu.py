@@ -43,12 +43,7 @@ from ondevice.bundle.matrix_layout import padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import (
-    ACTIVATIONS,
-    Activation,
-    FeedForwardSpec,
-    LayerSpec,
-)
+from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, LayerSpec
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -141,10 +136,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return CpuLinear(matrix, None if bias is None else self.load_vector(bias))
 
     def load_streamed(
-        self,
-        unit: int,
-        stored: Sequence[FlashMatrix],
-        bias: Float32 | None = None,
+        self, unit: int, stored: Sequence[FlashMatrix], bias: Float32 | None = None
     ) -> StreamedLinear:
         """A matrix as of `load_tiles` that stays on flash and is read when it is needed."""
         linear = StreamedLinear(unit, stored, None if bias is None else self.load_vector(bias))

@@ -8,7 +8,6 @@ import numpy as np
 
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, Float32, Selector
 from ondevice.backends.cpu_matrices import CpuLinear
-from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.bundle.layout import ExpertLayout, RecordLayout, SliceLayout
 from ondevice.kernels import _native
@@ -41,7 +40,8 @@ class CpuFeedForward(FeedForwardLayer):
             down,
             biases.gates,
         )
-        self.expert = _native_expert(source.hidden_size, source.experts)
+        experts = None if source.experts is None else source.experts.layout
+        self.expert = None if experts is None else native_matrices(source.hidden_size, experts)
         self.output_bias: Float32 | None = biases.output
         self._runner = runner
 
@@ -105,10 +105,3 @@ def native_matrices(
     """The kernels' description of records of matrices. planes: `SliceLayout.places` of slices."""
     gate, *up, down = layout.places
     return _native.Expert(hidden, layout.neurons, gate, up[0] if up else None, down, planes)
-
-
-def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert | None:
-    """The kernels' description of a layer's experts; None if they aren't stored as matrices."""
-    if records is None or records.layout is None:
-        return None
-    return native_matrices(hidden, records.layout)

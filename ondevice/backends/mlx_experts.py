@@ -33,10 +33,7 @@ class Chosen(NamedTuple):
 
 
 def route(
-    logits: mx.array,
-    spec: ExpertsSpec,
-    choice_bias: mx.array | None = None,
-    scales: mx.array | None = None,
+    logits: mx.array, spec: ExpertsSpec, choice_bias: mx.array | None = None, scales: mx.array | None = None
 ) -> Chosen:
     """The experts of each token of logits (T, E). choice_bias, scales: as for `routing.route`."""
     if spec.scoring == "sparsemixer":

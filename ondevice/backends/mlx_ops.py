@@ -21,14 +21,7 @@ from ondevice.backends.row_sums import MIN_MEAN_SQUARE
 from ondevice.backends.stored_rows import table_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import (
-    CLAMP,
-    SWISH_SLOPE,
-    Activation,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentSpec,
-)
+from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LatentSpec
 from ondevice.records import dataclass
 
 

@@ -1,7 +1,7 @@
 """States of recurrent layers as MLX arrays, and the ops on them.
 
-Each pass gives a new array, so a checkpoint or a fork shares the old one. Rules (`mlx_delta.py`,
-`mlx_mamba2.py`) take tokens one by one, in ops whose shapes don't depend on their number. Everything else is
+Each pass gives a new array, so a checkpoint or a fork shares the old one. Rules (`mlx_rules.py`)
+take tokens one by one, in ops whose shapes don't depend on their number. Everything else is
 elementwise, or sums in one order: a row's bits don't depend on other rows, up to the width that is measured
 (`mlx_row_ops.py`).
 
@@ -17,17 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.backends.base import Bytes, Int32
-from ondevice.backends.mlx_delta import DeltaRule
-from ondevice.backends.mlx_mamba2 import MixerRule
 from ondevice.backends.mlx_memory import begin, require_memory
+from ondevice.backends.mlx_rules import DeltaRule, MixerRule
 from ondevice.backends.mlx_sums import convolved
-from ondevice.backends.recurrent import (
-    RULE_TOKENS,
-    DeltaWeights,
-    MixerWeights,
-    StateLayout,
-    ahead_parents,
-)
+from ondevice.backends.recurrent import RULE_TOKENS, DeltaWeights, MixerWeights, StateLayout, ahead_parents
 from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 
 

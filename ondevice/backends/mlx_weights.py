@@ -23,14 +23,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
 from ondevice.backends.mlx_linear import MlxLinear
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
-from ondevice.backends.mlx_memory import (
-    Synchronisations,
-    allocation,
-    begin,
-    known,
-    require_memory,
-    writable,
-)
+from ondevice.backends.mlx_memory import Synchronisations, allocation, begin, known, require_memory, writable
 from ondevice.bundle.layout import ExpertLayout, SliceLayout
 from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, in_rows, joined_slices, untiled

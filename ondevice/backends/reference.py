@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends import reference_delta, reference_mamba2
+from ondevice.backends import reference_recurrence as recurrence
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -37,7 +37,6 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import replay_conv
-from ondevice.backends.reference_recurrence import of_pass, replay, short_conv
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import MIN_MEAN_SQUARE
 from ondevice.backends.stored_rows import RowsOfTiles, dequantize_rows, read_rows, table_rows, values_of
@@ -319,11 +318,11 @@ class ReferenceBackend:
         matrices = np.split(weight.weight, heads)
         return np.concatenate([part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)], axis=1)
 
-    gated_delta = staticmethod(partial(of_pass, reference_delta.gated_delta))
-    replay_delta = staticmethod(partial(replay, reference_delta.gated_delta))
-    short_conv = staticmethod(short_conv)
-    mamba2 = staticmethod(partial(of_pass, reference_mamba2.mamba2))
-    replay_mamba2 = staticmethod(partial(replay, reference_mamba2.mamba2))
+    gated_delta = staticmethod(partial(recurrence.of_pass, recurrence.gated_delta))
+    replay_delta = staticmethod(partial(recurrence.replay, recurrence.gated_delta))
+    short_conv = staticmethod(recurrence.short_conv)
+    mamba2 = staticmethod(partial(recurrence.of_pass, recurrence.mamba2))
+    replay_mamba2 = staticmethod(partial(recurrence.replay, recurrence.mamba2))
     replay_conv = staticmethod(replay_conv)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:

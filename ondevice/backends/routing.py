@@ -61,10 +61,7 @@ class Routing:
 
 
 def route(
-    logits: Float32,
-    spec: ExpertsSpec,
-    choice_bias: Float32 | None = None,
-    scales: Float32 | None = None,
+    logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None, scales: Float32 | None = None
 ) -> Routing:
     """The experts of each token of logits (T, E), which aren't changed.
 
@@ -72,17 +69,15 @@ def route(
     """
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
-    scores, choice = _scores(logits, spec, choice_bias)
+    scores = logits if spec.scoring == "softmax" else sigmoid(logits)
+    choice = scores if choice_bias is None else scores + choice_bias
     among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
     ids = np.sort(_highest(among, spec.chosen), axis=1)
     return _weighted(ids, logits, scores, spec, scales)
 
 
 def native_route(
-    logits: Float32,
-    spec: ExpertsSpec,
-    choice_bias: Float32 | None = None,
-    scales: Float32 | None = None,
+    logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None, scales: Float32 | None = None
 ) -> Routing:
     """`route` in the native library, with the same bits."""
     shape = len(logits), spec.chosen
@@ -104,12 +99,6 @@ def _router(spec: ExpertsSpec) -> _native.Router:
         spec.jitter,
         spec.group_best,
     )
-
-
-def _scores(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None) -> tuple[Float32, Float32]:
-    """Scores (T, E) for the weights, and scores (T, E) for the choice."""
-    scores = logits if spec.scoring == "softmax" else sigmoid(logits)
-    return scores, scores.copy() if choice_bias is None else scores + choice_bias
 
 
 def _weighted(

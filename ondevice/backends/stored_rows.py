@@ -6,14 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ondevice.backends.base import (
-    Bytes,
-    EmbeddingSource,
-    Float16,
-    Float32,
-    Int32,
-    RowChunk,
-)
+from ondevice.backends.base import Bytes, EmbeddingSource, Float16, Float32, Int32, RowChunk
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import TileLayout

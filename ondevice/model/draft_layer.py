@@ -296,11 +296,7 @@ def load_draft_layer(
 
 
 def _matrix_parts(
-    layer: DraftLayer,
-    file: TensorFile,
-    field: str,
-    matrix: DraftMatrix,
-    bias: Callable[[], Float32] | None,
+    layer: DraftLayer, file: TensorFile, field: str, matrix: DraftMatrix, bias: Callable[[], Float32] | None
 ) -> Iterator[MatrixPart]:
     """The part of the matrix `field`, or one part for each expert. bias: reads its bias, or None."""
     stored, name = matrix.stored(layer.bits), layer.name(field)

@@ -165,14 +165,12 @@ def _layers_parts(
     for layer in range(bundle.config.num_layers):
         parts = layer_parts(bundle.config, bundle.quant, resident, layer)
         if streams_matrices:
-            parts = [_streamed(part, layer) for part in parts]
+            parts = [
+                StreamedPart(it, layer) if isinstance(it, TilesPart) and it.field != ROUTER else it
+                for it in parts
+            ]
         layers.append([*parts, *cutoff_gates(bundle, reader, layer, sparsity)])
     return layers
-
-
-def _streamed(part: Part, unit: int) -> Part:
-    """The part, as one that stays on flash if it belongs to the unit's matrices."""
-    return StreamedPart(part, unit) if isinstance(part, TilesPart) and part.field != ROUTER else part
 
 
 def _head_parts(

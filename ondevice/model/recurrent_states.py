@@ -13,14 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Block, Bytes
-from ondevice.backends.recurrent import (
-    AHEAD_TOKENS,
-    Ahead,
-    StateLayout,
-    States,
-    StateStore,
-    ahead_parents,
-)
+from ondevice.backends.recurrent import AHEAD_TOKENS, Ahead, StateLayout, States, StateStore, ahead_parents
 from ondevice.backends.state_memory import Buffer, HostStates, StateMemory
 from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.errors import UsageError

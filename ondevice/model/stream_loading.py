@@ -56,13 +56,7 @@ def load_streams(
         )
         for prefix in map(layer_prefix, streams.layers(config))
     )
-    return MultiStreamWeights(
-        vectors,
-        streams.first_layer,
-        layers,
-        streams.mode == "shared",
-        streams.streams,
-    )
+    return MultiStreamWeights(vectors, streams.first_layer, layers, streams.mode == "shared", streams.streams)
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadSizes
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
-from ondevice.model_config.delta import DeltaSpec
 from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
-from ondevice.model_config.mamba2 import Mamba2Spec
 from ondevice.model_config.part import FULL_MODEL, ModelPart
+from ondevice.model_config.recurrent import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 from ondevice.model_config.rope import RopeSpec
-from ondevice.model_config.short_conv import ConvSpec
 from ondevice.records import dataclass
 
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both", "residual"]
 """The norms of a block: of its input, of its output, of both, or of the residual after its output was added
 ("post-norm", as in arXiv 1706.03762)."""
-RecurrentSpec: TypeAlias = DeltaSpec | ConvSpec | Mamba2Spec
-"""A layer's recurrent block."""
 MAX_COPIES = 16
 """Largest number of residual streams."""
 

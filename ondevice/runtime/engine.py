@@ -7,7 +7,7 @@ raise WrongThreadError. It allocates by the plan of its resolved model (`resolvi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, UsageError, check_thread, system_refusals
 from ondevice.generate import Event, Generator, Steps
 from ondevice.model.layer_range import LaterLayers
-from ondevice.model.sequence_state import SequenceState
 from ondevice.model.shared_passes import PassRequest, PassResult, no_pass
 from ondevice.runtime.draft_model import load_draft, open_draft_layer
 from ondevice.runtime.joint_jobs import WAIT, JointJobs
@@ -32,12 +31,7 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import (
-    MIN_PASS_SECONDS,
-    Target,
-    drafts_with_ngrams,
-    make_drafter,
-)
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, drafts_with_ngrams, make_drafter
 from ondevice.stats import GenerationStats
 
 _ALONE = (
@@ -60,17 +54,7 @@ class Engine(LoadedModel):
         between_passes: Callable[[], None] = lambda: None,
         later: LaterLayers | None = None,
     ) -> None:
-        """Load a model.
-
-        Args:
-            resolved: the model, its options and its plan.
-            cancelled: called between two pieces of the weights; if it holds, Cancelled is raised.
-            fetch: how selected neurons are kept and read.
-            between_passes: called between forward passes; may set budgets.
-            later: the layers that other machines run, or None.
-
-        Raises BudgetError before anything is read, and FlashReadError and BundleError for damaged weights.
-        """
+        """Load a model, as `LoadedModel`. between_passes: called between forward passes; may set budgets."""
         self._between_passes = between_passes
         self.joint = JointJobs(resolved.runtime.parallel, PassRequest, self._answered)
         """Runs generations together."""
@@ -109,11 +93,7 @@ class Engine(LoadedModel):
         self.draft_with(runtime.speculation, self._drafting)
 
     def generate(
-        self,
-        key: int | None,
-        prompt: Sequence[int],
-        sampling: SamplingConfig,
-        cancelled: IsCancelled,
+        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
         """The events of `steps`, in unshared passes. For measurements."""
         return self._generator.answered(self.steps(key, prompt, sampling, cancelled))
@@ -136,8 +116,10 @@ class Engine(LoadedModel):
             # A cancelled text's prefix can be taken once its job has ended.
             with suppress(Cancelled):
                 yield no_pass(self.kv.new_state(), cancelled)
-        with self._cache_of(key, prompt, keep) as kv, system_refusals():
-            yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
+        with self.kv.begin(key, prompt, keep) as kv:
+            self.grow_weights(kv, len(prompt) + 1)
+            with system_refusals():
+                yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
 
     def logits(
         self, tokens: Sequence[int], cancelled: IsCancelled, key: int | None = None
@@ -246,13 +228,6 @@ class Engine(LoadedModel):
         if self._later is not None and not (drafting and drafting.taps):
             rows = self._later.prompt_rows(rows, self.transformer.equal_rows, self.plan.offloads_weights)
         self._generator = replace(self._generator, drafting=drafting, labels=labels, prefill_chunk=rows)
-
-    @contextmanager
-    def _cache_of(self, key: int | None, prompt: Sequence[int], keep: bool) -> Iterator[SequenceState]:
-        """A context with the cache of `key`, truncated to a prefix of `prompt`."""
-        with self.kv.begin(key, prompt, keep) as kv:
-            self.grow_weights(kv, len(prompt) + 1)
-            yield kv
 
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
         """Answers for `joint`."""

@@ -41,7 +41,11 @@ class InstalledModel:
 def installed_models() -> list[InstalledModel]:
     """The models of the model folders by name, then the shipped ones. Unfinished ones follow their name."""
     models = [_inspected(name, path) for name, path in known_models().items()]
-    models += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
+    models += [
+        _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
+        for path in _folders_of(model_home())
+        if path.name.endswith(PARTIAL)
+    ]
     models += [
         _measured(path.name, path, "damaged", problem=f"{MANIFEST} is missing")
         for path in _folders_of(model_home())
@@ -93,10 +97,6 @@ def _inspected(name: str, path: Path) -> InstalledModel:
         quantisation=bundle.quant.name,
         ships=ships,
     )
-
-
-def _unfinished(path: Path) -> InstalledModel:
-    return _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
 
 
 def _measured(name: str, path: Path, state: State, ships: bool = False, **facts: str) -> InstalledModel:

@@ -26,12 +26,7 @@ from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.config import RuntimeConfig, Sparsity
-from ondevice.errors import (
-    BundleError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    UsageError,
-)
+from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
 from ondevice.model_config import FULL_MODEL, ZEROING_NAMES, ExpertsSpec, ModelConfig
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import check_backend
@@ -326,9 +321,7 @@ class SparsityMode:
 
 
 def sparsity_modes(
-    config: ModelConfig,
-    predictors: Predictors | None,
-    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
+    config: ModelConfig, predictors: Predictors | None, damaged: Mapping[str, BundleError] = NOTHING_DAMAGED
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as in a Bundle."""
     if config.experts is not None:

@@ -158,10 +158,7 @@ class OwnerThread(Generic[T]):
         return self._items(work, urgent=False, kind="joint" if joint else "alone")
 
     def _items(
-        self,
-        work: Callable[[Cancelled], Iterator[T]],
-        urgent: bool,
-        kind: Literal["alone", "joint", "brief"],
+        self, work: Callable[[Cancelled], Iterator[T]], urgent: bool, kind: Literal["alone", "joint", "brief"]
     ) -> Iterator[T]:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = _Job(work, items.put, kind)

@@ -21,11 +21,7 @@ from ondevice.budget.limits import (
 )
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import (
-    context_tokens,
-    prompt_chunk,
-    stream_bytes,
-)
+from ondevice.budget.sizes import context_tokens, prompt_chunk, stream_bytes
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
@@ -53,11 +49,7 @@ from ondevice.runtime.opening import (
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.speculation.registry import (
-    datastore_bytes,
-    runs_streams,
-    used_draft_layer,
-)
+from ondevice.speculation.registry import datastore_bytes, runs_streams, used_draft_layer
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
@@ -209,9 +201,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
     runtime = replace(
-        runtime,
-        speculation=resolved_speculation(runtime, rows),
-        parallel=resolved_parallel(runtime, rows),
+        runtime, speculation=resolved_speculation(runtime, rows), parallel=resolved_parallel(runtime, rows)
     )
     layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
     layer = allowed_draft_layer(bundle.config, runtime, layer, rows)
@@ -321,10 +311,7 @@ class _Planner:
         if not resolved.plan.fits:
             options = self._fitting_options(smallest)
             return replace(
-                smallest,
-                under=self._under,
-                fitting_context=default.fitting_context,
-                fitting_options=options,
+                smallest, under=self._under, fitting_context=default.fitting_context, fitting_options=options
             )
         if resolved is default:
             resolved = self._lengthened(default)
@@ -475,14 +462,16 @@ class _Planner:
         leaves_streams: bool = False,
     ) -> Plan:
         """The plan under resolved options and their budget."""
-        draft_bytes = 0 if draft is None else draft.nbytes
+        config, layer_bytes = self.bundle.config, 0
+        if layer is not None:
+            layer_bytes = draft_layer_bytes(layer, config, runtime, context_tokens(config, runtime))
         memory = replace(
             self.memory,
             runtime=runtime,
             streams=None if leaves_streams else self.memory.streams,
-            draft_model_bytes=draft_bytes,
+            draft_model_bytes=0 if draft is None else draft.nbytes,
             datastore_bytes=datastore_bytes(runtime.speculation, self.bundle.ngrams),
-            draft_layer_bytes=0 if layer is None else self._draft_layer_bytes(layer, runtime),
+            draft_layer_bytes=layer_bytes,
         )
         plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
@@ -495,11 +484,6 @@ class _Planner:
         if self._is_auto:
             return plan.with_budget(auto_budget(plan, self._allowance))
         return plan.with_budget(parse_budget(runtime.dram_budget))
-
-    def _draft_layer_bytes(self, layer: DraftLayer, runtime: RuntimeConfig) -> int:
-        return draft_layer_bytes(
-            layer, self.bundle.config, runtime, context_tokens(self.bundle.config, runtime)
-        )
 
     @property
     def _is_auto(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends import recurrent, reference_delta, reference_mamba2, reference_recurrence
+from ondevice.backends import recurrent, reference_recurrence
 from ondevice.backends.base import KVLayout, Norm
 from ondevice.backends.recurrent import RULE_TOKENS, Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.reference_recurrence import of_pass
@@ -95,9 +95,9 @@ class Rule:
         if isinstance(self.spec, ConvSpec):
             found = reference_recurrence.short_conv(self.projected, states, 0, self.spec, self.weights)
         else:
-            rule: Any = reference_delta.gated_delta
+            rule: Any = reference_recurrence.gated_delta
             if isinstance(self.spec, Mamba2Spec):
-                rule = reference_mamba2.mamba2
+                rule = reference_recurrence.mamba2
             found = of_pass(rule, self.projected, self.gates, states, 0, self.spec, self.weights)
         return found, after
 
