@@ -47,7 +47,7 @@ from ondevice.errors import UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.tensor_file import TensorFile
-from ondevice.model_config import WHOLE
+from ondevice.model_config import FULL_MODEL
 
 PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
@@ -61,7 +61,7 @@ def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
     if `output` exists and `force` doesn't allow to replace it, FlashReadError for damaged tensors, and
     OndeviceError if the disk refuses.
     """
-    if bundle.config.part == WHOLE:
+    if bundle.config.part == FULL_MODEL:
         raise UsageError(f"{bundle.name} would be whole in one slice; copy its folder")
     with closing(OutputFolder(output)) as folder:
         # What an interrupted run left is of no use: claiming the folder deletes it.

@@ -20,8 +20,7 @@ from ondevice.backends.base import (
     KVLayout,
 )
 from ondevice.backends.cpu import CpuBackend
-from ondevice.backends.cpu_neurons import CpuFeedForward
-from ondevice.backends.cpu_slices import CpuSlices
+from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -33,7 +32,7 @@ from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.pipeline import ahead
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.model.altup import Copies
+from ondevice.model.altup import ResidualStreams
 from ondevice.model.loading import (
     blocks_of_model,
     feed_forward_biases,
@@ -47,7 +46,7 @@ from ondevice.model.parts import Part, part_tasks
 from ondevice.model.records import NeuronRecords, embedding_records, per_layer_records
 from ondevice.model.selectors import cutoff_gates
 from ondevice.model.sequence_state import SequenceState, state_over
-from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.tensor_file import TaskResults, TensorFile
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import ModelWeights
 from ondevice.model_config import LayerSpec, ModelConfig
@@ -166,8 +165,8 @@ class LayerByLayer:
         return Transformer(config, backend, ModelWeights(table, [], None, None, positions, **blocks))
 
     def _through(
-        self, layer: int, residual_streams: Copies, inputs: Float32 | None
-    ) -> tuple[Copies, list[Block]]:
+        self, layer: int, residual_streams: ResidualStreams, inputs: Float32 | None
+    ) -> tuple[ResidualStreams, list[Block]]:
         """A layer's output, and its keys and values. inputs: the layer's per-layer inputs, (T, W)."""
         config, backend = self._config, self._backend
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of
@@ -204,7 +203,7 @@ class LayerByLayer:
         return feed_forward
 
 
-def _held(residual_streams: Copies) -> Copies:
+def _held(residual_streams: ResidualStreams) -> ResidualStreams:
     """Copies of arrays that a backend returned, which are valid only until its next op."""
     return [np.array(copy) for copy in residual_streams]
 
@@ -237,7 +236,7 @@ class _Experts(NeuronSource):
         return ()
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         for expert in routing.experts.tolist():
             record = self._experts.read(expert)
@@ -248,5 +247,5 @@ class _Experts(NeuronSource):
 
 def loaded_parts(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
     """The parts as the backend holds them, by field."""
-    with ReadAhead(part_tasks(parts, never_cancelled)) as ahead:
+    with TaskResults(part_tasks(parts, never_cancelled)) as ahead:
         return {part.field: part.load(backend, ahead) for part in parts}

@@ -49,7 +49,7 @@ from ondevice.runtime.models import ConversionProgress, find_model
 from ondevice.runtime.resolving import (
     ResolvedModel,
     budget_bytes,
-    require_whole,
+    require_full_model,
     resolve,
     warn_of_budget,
 )
@@ -156,7 +156,7 @@ def open_model(model: Name | None, runtime: RuntimeConfig, *, sliced: bool = Fal
     """
     bundle = Bundle.open(find_model(model))
     if not sliced:
-        require_whole(bundle)
+        require_full_model(bundle)
     with system_refusals():
         return resolve(bundle, runtime)
 
@@ -170,7 +170,7 @@ class Model:
     def __init__(self, resolved: ResolvedModel, later: LaterLayers | None = None) -> None:
         """Use `load` instead of calling this. later: layers that other machines run."""
         if later is None:
-            require_whole(resolved.bundle)
+            require_full_model(resolved.bundle)
         resolved.require_fit()
         resolved.warn()
         self.name = resolved.bundle.name

@@ -117,7 +117,7 @@ class Host:
 
     def drop_prefixes(self) -> None:
         """Free what texts that have ended left for others."""
-        self.owner.call(self.engine.kv.drop_kept)
+        self.owner.call(self.engine.kv.drop_prefixes)
 
     def stream(self, work: Callable[[IsCancelled], Iterator[T]]) -> Iterator[T]:
         """Run `work` on the owner thread and yield what it yields."""

@@ -105,7 +105,7 @@ def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[
     Raises UsageError, when the first piece is taken, if there is none. Raises BudgetError at once if the
     budget has shortened the context, because perplexity depends on it.
     """
-    resolved.require_whole_context()
+    resolved.require_default_context()
     settings = resolved.bundle.manifest.tokenizer
     return windows(tokens, resolved.plan.max_context, settings.bos_id if settings.add_bos else None)
 

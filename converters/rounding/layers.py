@@ -40,7 +40,7 @@ from ondevice.converters.rounding.recording import (
     RecordingBackend,
 )
 from ondevice.kernels import _native
-from ondevice.model.altup import Copies
+from ondevice.model.altup import ResidualStreams
 from ondevice.model.sequence_state import SequenceState, state_over
 from ondevice.model.transformer import Transformer
 from ondevice.model_config import LayerSpec, ModelConfig
@@ -116,7 +116,7 @@ class LayerRounding:
         self._runner = runner
         self._on_step = on_step
         self._damping = damping
-        self.residuals: list[Copies] = []
+        self.residuals: list[ResidualStreams] = []
         """Output of the last layer that was run: (T, D) of each residual stream, for each piece."""
         self._per_layer: list[Float32 | None] = []
         """(T, L * W) for each piece."""
@@ -276,6 +276,6 @@ class LayerRounding:
         self.residuals[index] = _joined(outputs)
 
 
-def _joined(chunks: Sequence[Copies]) -> Copies:
+def _joined(chunks: Sequence[ResidualStreams]) -> ResidualStreams:
     """The residual streams of all chunks, concatenated."""
     return [np.concatenate(copy) for copy in zip(*chunks, strict=True)]

@@ -238,10 +238,10 @@ class _Recording(ExpertFetcher):
         self._chosen: dict[int, list[Choices]] = {}
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         self._chosen.setdefault(layer, []).append(routing.ids.astype(np.int16))
-        return super().experts(layer, routing, batch, in_order)
+        return super().experts(layer, routing, batch, needs_expert_order)
 
     def choices(self) -> Choices:
         """(T, L, k) experts chosen so far."""

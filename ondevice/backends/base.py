@@ -51,8 +51,7 @@ Embedding: TypeAlias = Any
 FeedForward: TypeAlias = Any
 """One layer's loaded neurons: resident, read ahead or cached."""
 Block: TypeAlias = Any
-"""Keys and values of 64 positions: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
-a block), or None if the cache keeps them in `KVArrays`."""
+"""Keys and values of 64 positions: `Bytes` that `cpu` and `reference` write to, or None with `KVArrays`."""
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
@@ -62,18 +61,16 @@ KEY_LANES = 16
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Byte layout of one key/value block: `BLOCK_TOKENS` positions of every head in layers with their own.
-
-    Layers may have heads of other widths and numbers, so each has its own sizes.
+    """Byte layout of one key/value block: `BLOCK_TOKENS` positions of every head of every layer with keys.
 
     Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
     lines. Value codes are (64, value width). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32
     bits (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple
-    of 64 bytes. `KVArrays` take as many bytes, in an order of their own.
+    of 64 bytes. `KVArrays` take the same number of bytes, in another order.
 
-    In latent attention there are [codes][latent scales][scales of what turns] instead: a key is the latent,
-    which is the value too, and the part that turns.
+    In latent attention there are [codes][latent scales][rotary scales] instead: a key is the latent, which is
+    also the value, and a rotary part.
 
     Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
     q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
@@ -83,11 +80,11 @@ class KVLayout:
     kv_bits: Literal[32, 16, 8] = 16
     drafts: bool = False
     marks: int = MARKS
-    """Whether texts have drafts, and most marks of one: states of recurrent layers take memory for both."""
+    """Whether texts have drafts, and the most marks of a text: recurrent states take memory for both."""
 
     @cached_property
     def heads(self) -> tuple[HeadSizes, ...]:
-        """The heads of each layer with keys and values of its own."""
+        """The heads of each layer that stores keys and values."""
         return tuple(map(self.config.stored_heads, self.config.layers[: self.config.num_kv_layers]))
 
     def codes_bytes(self, layer: int) -> int:
@@ -120,10 +117,10 @@ class KVLayout:
 
     @cached_property
     def states(self) -> StateLayout:
-        """The states that recurrent layers have in the place of keys and values."""
-        token_bytes, whole = self.block_bytes // BLOCK_TOKENS, self.config.part.states
-        if whole:
-            _, values, heads = whole
+        """Layout of the states that recurrent layers have instead of keys and values."""
+        token_bytes, model_states = self.block_bytes // BLOCK_TOKENS, self.config.part.states
+        if model_states:
+            _, values, heads = model_states
             token_bytes = values * self.kv_bits // 8 + (8 * heads if self.kv_bits == 8 else 0)
         return StateLayout(self.config, token_bytes, self.drafts, self.marks)
 
@@ -137,14 +134,14 @@ class KVLayout:
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, HeadSizes], ...]:
-        """(offset, heads) of neighbouring layers with heads of one width, which lie side by side."""
-        found, kinds = [], [sizes._replace(keys=0) for sizes in self.heads]
+        """(offset, heads) of each run of neighbouring layers whose heads have one width."""
+        stretches, kinds = [], [sizes._replace(keys=0) for sizes in self.heads]
         for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
             layers = list(group)
             keys = sum(self.heads[it].keys for it in layers)
             if keys:
-                found.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
-        return tuple(found)
+                stretches.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
+        return tuple(stretches)
 
     def blocks(self, n_tokens: int) -> int:
         """Number of blocks that hold n_tokens positions."""
@@ -160,17 +157,15 @@ class KVStore(Protocol):
     @property
     def blocks(self) -> list[Block]:
         """`Bytes` (block_bytes,), 64-byte aligned, writable; with room for every position given to an op."""
-        ...
 
     places: Any
-    """The block addresses as a backend keeps them; None whenever blocks have changed."""
+    """The block addresses in a backend's form; None after blocks have changed."""
     arrays: Any
-    """The backend's `KVArrays` with the keys and values; None if these are in the blocks."""
+    """The backend's `KVArrays` with the keys and values; None if they are in the blocks."""
 
     @property
     def states(self) -> StateStore | None:
-        """The states of recurrent layers; None in a model without such."""
-        ...
+        """The states of recurrent layers; None in a model without recurrent layers."""
 
 
 class RowChunk(NamedTuple):
@@ -186,7 +181,7 @@ class RowChunk(NamedTuple):
 
 
 class LinearSource(Protocol):
-    """A matrix on disk that is stored row by row, read once in bounded pieces of ascending rows."""
+    """A matrix stored row by row on disk, read once in bounded chunks of ascending rows."""
 
     @property
     def rows(self) -> int: ...
@@ -199,12 +194,10 @@ class LinearSource(Protocol):
 
     @property
     def bias(self) -> Float32 | None:
-        """(rows,) values added to every product, or None."""
-        ...
+        """(rows,) or None."""
 
     def chunks(self) -> Iterator[RowChunk]:
         """Yields every row once. Raises FlashReadError if the bytes don't match their checksum."""
-        ...
 
 
 class FeedForwardSource(Protocol):
@@ -216,7 +209,6 @@ class FeedForwardSource(Protocol):
     @property
     def file(self) -> int:
         """Index of the layer's file in the flash reader."""
-        ...
 
     @property
     def num_neurons(self) -> int: ...
@@ -230,31 +222,27 @@ class FeedForwardSource(Protocol):
     @property
     def experts(self) -> ExpertRecords | None:
         """The layer's experts; None if it has none."""
-        ...
 
     def read(self, first: int, count: int) -> Bytes:
         """The records of neurons first .. first + count, (n, stride); `first` is a record's first neuron.
 
-        Raises FlashReadError, and as `check_gates`.
+        Raises FlashReadError, and what `check_gates` raises.
         """
-        ...
 
     def check_gates(self, first: int, records: Bytes) -> None:
-        """Check records (n, stride) from `first` on that weren't read through `read`.
+        """Check records (n, stride) from neuron `first` on that weren't read through `read`.
 
         Raises BundleError once all records have been checked in ascending order, if their gate rows differ
         from those that mode `exact` multiplies.
         """
-        ...
 
 
 class EmbeddingSource(Protocol):
-    """The embedding table on disk: a record for each token id, or for 16 of them."""
+    """The embedding table on disk: one record for each token id, or for 16 of them."""
 
     @property
     def file(self) -> int:
         """Index of the table's file in the flash reader."""
-        ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -267,13 +255,12 @@ class EmbeddingSource(Protocol):
 
     def read(self, tokens: Int32) -> Bytes:
         """The records that hold the rows of token ids (T,): (T, stride). Raises FlashReadError."""
-        ...
 
 
 class Norm(NamedTuple):
     """An RMS norm: x / sqrt(mean(x^2) + eps) * weight + bias along the last axis; weight (n,) for x (..., n).
 
-    bias: (n,) or None. centred: whether the mean is taken from x first, which makes it a LayerNorm.
+    bias: (n,) or None. centred: whether the mean of x is subtracted first, as in a LayerNorm.
     """
 
     weight: Vector
@@ -283,10 +270,10 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of queries and keys, each of which is of every head, or `together` of all as one vector.
+    """The norms of queries and keys: of each head, or with `together` of all heads as one vector.
 
-    Weights and biases are (Dh,), the same for every head, or those of all heads, (H * Dh,) and (KVH * Dh,).
-    k: None where a layer reads the keys of another. v: of every head's values, (Dh,), if these are normed.
+    Weights and biases are (Dh,), shared by all heads, or (H * Dh,) and (KVH * Dh,).
+    k: None where a layer reads the keys of another. v: norm of each head's values, (Dh,), or None.
     """
 
     q: Norm
@@ -296,7 +283,7 @@ class HeadNorms(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Biases of a feed-forward: of the gates, (F,), and of the output, (D,); None without one."""
+    """Biases of a feed-forward: gates (F,) and output (D,); None without one."""
 
     gates: Vector | None = None
     output: Vector | None = None
@@ -306,21 +293,22 @@ NO_BIASES = Biases()
 
 
 class Router(NamedTuple):
-    """What chooses a layer's experts: matrix (E, D), and choice_bias (E,), added to scores for the choice.
+    """A layer's router: matrix (E, D), and choice_bias (E,), added to scores for the choice alone.
 
-    shared_gate: (1, D), whose product's sigmoid multiplies the dense feed-forward's output. apart: of experts
-    that stand apart.
+    shared_gate: (1, D); the sigmoid of its product multiplies the dense feed-forward's output.
+    apart: norms of experts that run parallel to the dense feed-forward; None where they share its norm.
     """
 
     matrix: Linear
     choice_bias: Vector | None = None
     shared_gate: Linear | None = None
-    apart: Apart | None = None
+    apart: ExpertNorms | None = None
 
 
-class Apart(NamedTuple):
-    """Norms of the router's input and of the experts', in the place of the dense feed-forward's; of the sum
-    of the experts' outputs, and of the dense output, before these join; scales (E,) of the experts' weights.
+class ExpertNorms(NamedTuple):
+    """Norms of the router's input, the experts' input, the sum of their outputs, and the dense output.
+
+    scales: (E,) factors of the experts' weights.
     """
 
     router: Norm
@@ -334,19 +322,17 @@ class Apart(NamedTuple):
 class Selector:
     """Scores a layer's neurons for a token, (F,). Neurons with a score above zero are multiplied.
 
-    `matrices` are multiplied one after the other. One kind is the gate projection alone: its products are the
-    scores. The other is a predictor's low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section
-    3.1), which estimates the scores.
-
-    least_gate: gates at or below it don't fire, and scores are gates less it.
-    deviations: if not None, gates have a statistical cutoff, this many standard deviations from their mean
-        (`FeedForwardSpec.cutoff`), and scores are the gates that it leaves.
-    activated: if not None, the layer's activation zeroes hardly any gate, and scores are |activation(gate)|.
+    matrices: multiplied one after the other: the gate projection alone, whose products are the scores, or a
+        predictor's low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section 3.1).
+    min_gate: subtracted from gates to give scores.
+    deviations: the gates' statistical cutoff in standard deviations from their mean
+        (`FeedForwardSpec.cutoff`); None without one.
+    activated: if not None, the activation zeroes hardly any gate, and scores are |activation(gate)|.
     """
 
     matrices: tuple[Linear, ...]
     predicted: bool
-    least_gate: float = 0.0
+    min_gate: float = 0.0
     deviations: float | None = None
     activated: FeedForwardSpec | None = None
 
@@ -357,7 +343,7 @@ class Selector:
 
 
 class Backend(LatentOps, RecurrentOps, Protocol):
-    """Ops over loaded weights. They are deterministic, and needn't check their arguments.
+    """Ops over loaded weights. They are deterministic, and don't check their arguments.
 
     An op may re-use its output array, so a result is valid only until the next call of the same op. Results
     of `embedding` and `to_numpy` belong to the caller.
@@ -368,13 +354,11 @@ class Backend(LatentOps, RecurrentOps, Protocol):
 
     def load_vector(self, values: Float32) -> Vector:
         """Load a norm weight. values: (n,)."""
-        ...
 
     def load_linear(self, source: LinearSource) -> Linear: ...
 
     def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> Linear:
-        """A matrix of all sections' rows, in order. bias: a value for each of these, or None."""
-        ...
+        """A matrix of all sections' rows, in order. bias: (rows,) or None."""
 
     def load_feed_forward(
         self,
@@ -388,46 +372,39 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         """Load one layer's neurons. Called for layers 0, 1, ... in order.
 
         selector: decides which neurons are multiplied for a token; without it, all are. gates: the gate
-        projection, (F, D), of a layer whose gates have a statistical cutoff. dense: in a model with experts,
-        number of the layer's neurons that aren't an expert's; these come first, and some backends hold them.
+        projection, (F, D), of a layer whose gates have a statistical cutoff. dense: number of neurons that
+        belong to no expert, in a model with experts; they come first, and some backends hold them.
         """
-        ...
 
     def load_embedding(
         self, source: EmbeddingSource, offloaded: bool = False, head: Linear | None = None
     ) -> Embedding:
-        """Load a table. offloaded: its rows always come from flash, whatever memory there is.
+        """Load a table. offloaded: whether its rows always come from flash.
 
-        head: the loaded matrix of the same rows, in which a backend may look them up.
+        head: a loaded matrix with the same rows, in which a backend may look them up.
         """
-        ...
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare for a forward pass over `batch`."""
-        ...
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Take the result of verifying the last pass's `batch`, which had draft tokens.
 
-        rows: rows of the tokens that are part of the text, in `batch` as the pass began with it, ascending.
-            Only these tokens may change what is kept in memory.
+        rows: rows of `batch` whose tokens are part of the text, ascending. Only these tokens may change what
+            is kept in memory.
         """
-        ...
 
     def embedding(self, table: Embedding, tokens: Int32) -> Array:
         """The rows of the table for token ids (T,) in 0 .. V-1: (T, D)."""
-        ...
 
     def linear(self, x: Array, weight: Linear, norm: Norm | None = None, added: Array | None = None) -> Array:
         """norm(x) @ W^T + bias + added, (T, N), for x (T, K).
 
         added: (T, N); the result may overwrite it.
         """
-        ...
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         """Copy the keys and values at position `source`, of every layer, to position `target`."""
-        ...
 
     def attend(
         self,
@@ -447,83 +424,65 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         Queries and keys are normed and rotated by halves. Then keys and values are quantised and stored,
         token t's at position + t, and are read back as stored. Query t sees positions 0 .. position + t.
 
-        A layer that reads the keys and values of another (`spec.keys_of`) has queries alone, and stores
-        nothing: that layer has stored the tokens' keys and values in the same pass.
+        A layer that reads the keys and values of another (`spec.keys_of`) has only queries, and stores
+        nothing: the other layer has stored keys and values earlier in the same pass.
 
         Args:
             qkv: (T, `HeadSizes.attending`) queries, keys and values side by side, or (T, H * Dh) queries, or
-                of `latent_rows`; may be overwritten.
+                the result of `latent_rows`; may be overwritten.
             kv: the cache, which has room for the new keys and values.
             layer: index of the layer whose keys and values are read.
             position: number of tokens stored before these.
-            cos, sin: (T, Dh / 2) rotary tables, in host memory; in latent attention of what turns alone.
-            spec: what scores are scaled and capped by, and the window of positions that a query sees.
-            norms: norms of queries and keys, if the model has them.
-            tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
-                says. On `cpu` its result has the same bits as in a text that consists of its path.
-            sinks: (H,) scores beside those of the positions, whose weight goes to no value; None without.
+            cos, sin: (T, Dh / 2) rotary tables in host memory; in latent attention for the rotary part.
+            spec: the scale and cap of scores, and the window of positions that a query sees.
+            norms: norms of queries and keys, or None.
+            tree: the tree of the T tokens; None: a chain. Query t then sees what `tree.visible` says. On
+                `cpu` its result has the same bits as in a text that consists of its path.
+            sinks: (H,) attention-sink logits, or None.
 
         Returns (T, H * value width), in latent attention (T, H * rank).
         """
-        ...
 
     def add_normed(self, x: Array, y: Array, norm: Norm) -> Array:
         """x + norm(y), (T, D), for x and y (T, D); may overwrite both."""
-        ...
 
     def normed(self, x: Array, norm: Norm) -> Array:
         """norm(x), (T, D), for x (T, D). The result belongs to the caller."""
-        ...
 
     def gated(self, x: Array, y: Array, activation: Activation) -> Array:
         """activation(x) * y, elementwise, for x and y (T, N). The result belongs to the caller."""
-        ...
 
-    def products(self, x: Array, weight: Vector) -> Array:
-        """x @ weight^T, (T, N), for x (T, K) and loaded values (N, K). The result belongs to the caller."""
-        ...
+    def small_linear(self, x: Array, weight: Vector) -> Array:
+        """x @ weight^T, (T, N), for x (T, K) and a loaded weight (N, K). The result belongs to the caller."""
 
-    def as_large(self, x: Array, other: Array) -> Array:
+    def match_rms(self, x: Array, other: Array) -> Array:
         """Rows of x (T, D) scaled to the root mean square of those of `other` (T, D).
 
-        The mean square of x counts as 1e-5 at least. The result belongs to the caller.
+        The mean square of x is at least 1e-5. The result belongs to the caller.
         """
-        ...
 
     def soft_cap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap), for x (T, N), which it may overwrite."""
-        ...
 
     def prefetch(self, x: Array, norm: Norm | None, weight: FeedForward) -> None:
-        """Prefetch the neurons of `weight` for an input near norm(x), x (R, D), if the backend prefetches.
-
-        No result may depend on that.
-        """
-        ...
+        """Prefetch the neurons of `weight` for an input near norm(x), x (R, D). No result depends on it."""
 
     def prefetch_experts(
         self, x: Array, norm: Norm | None, weight: FeedForward, router: Router, spec: LayerSpec
     ) -> None:
-        """Prefetch the experts that `router` chooses for x (R, D), as `mixture` has it, if the backend does.
-
-        No result may depend on that.
-        """
-        ...
+        """Prefetch the experts that `router` chooses for x (R, D). No result depends on it."""
 
     def rows(self, x: Array, tokens: Sequence[int]) -> Array:
         """Copies of the rows `tokens` of x (T, D): (n, D). The result belongs to the caller."""
-        ...
 
     def stacked(self, parts: Sequence[Array]) -> Array:
-        """The rows of all parts, (n, D) each, one part after the other. The result belongs to the caller."""
-        ...
+        """The rows of all parts, (n, D) each, concatenated. The result belongs to the caller."""
 
     def add_streams(self, x: Array, tokens: Sequence[int], embeddings: Sequence[Vector]) -> Array:
-        """x (T, D) followed by each row in `tokens` plus each embedding: (T + n * streams, D).
+        """x (T, D), then each row in `tokens` plus each stream's embedding: (T + n * streams, D).
 
         The result belongs to the caller.
         """
-        ...
 
     def add_low_rank(
         self,
@@ -535,11 +494,10 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         activation: Literal["relu"] | None = None,
         norm: Norm | None = None,
     ) -> Array:
-        """y (T, N) with up @ activation(down @ norm(x)) added to the rows from `first` on; may overwrite y.
+        """y (T, N) plus up @ activation(down @ norm(x)) in the rows from `first` on; may overwrite y.
 
-        x: (T - first, K), the inputs of these rows.
+        x: (T - first, K).
         """
-        ...
 
     def feed_forward(
         self,
@@ -557,15 +515,8 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         Rows from `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't
         in memory count as zero.
 
-        Args:
-            x: (R, D), the rows of `batch`.
-            weight: the layer's neurons.
-            spec: the block's arithmetic.
-            batch: the rows of the pass.
-            norm: applied to x first.
-            added: (R, D), which may be x; the result may overwrite it.
+        added: (R, D), which may be x; the result may overwrite it.
         """
-        ...
 
     def mixture(
         self,
@@ -579,22 +530,13 @@ class Backend(LatentOps, RecurrentOps, Protocol):
     ) -> Array:
         """dense(n) + sum(w_e * expert_e(n)) + added, (R, D), with n = norm(x). Called for layers in order.
 
-        Experts that stand apart have other norms: see `Apart`.
+        The sum is over a row's experts in ascending order. Each expert and the dense part, which may be
+        missing, is computed as in `feed_forward`. With `router.apart` they have separate norms.
 
-        The sum is over a row's experts in the order of their numbers; each is a feed-forward, as of
-        `feed_forward`, as is the dense one, which may be missing.
-
-        Args:
-            x: (R, D), the rows of `batch`.
-            weight: the layer's neurons.
-            router: chooses each row's experts and their weights w.
-            spec: the layer's arithmetic; it has experts.
-            batch: the rows of the pass.
-            norm: applied to x first.
-            added: (R, D), which may be x; the result may overwrite it.
+        router: chooses each row's experts and their weights w.
+        spec: the layer's arithmetic; it has experts.
+        added: (R, D), which may be x; the result may overwrite it.
         """
-        ...
 
     def to_numpy(self, x: Array) -> Float32:
         """A copy or view of an array in host memory."""
-        ...

@@ -1,4 +1,4 @@
-"""The part of a backend beside its ops that a loaded model needs: memory that follows a budget."""
+"""The methods of a backend that keep its memory within a budget."""
 
 from __future__ import annotations
 
@@ -18,44 +18,34 @@ class BudgetedBackend(Backend, Protocol):
 
     @property
     def target(self) -> str:
-        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
-        ...
+        """The compute target: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
 
     @property
     def feed_forwards(self) -> Sequence[FeedForwardLayer]:
-        """The layers whose neurons get memory by the plan; empty if the backend holds every neuron itself."""
-        ...
+        """The layers whose neurons the plan allocates; empty if the backend holds every neuron itself."""
 
     @property
     def synchronisations(self) -> int:
-        """Number of times that the host has waited for the device."""
-        ...
+        """Number of times the host has waited for the device."""
 
     @property
     def synchronised_seconds(self) -> float:
-        """Seconds that the host has waited for the device."""
-        ...
+        """Seconds the host has waited for the device."""
 
     def allocate_block(self, nbytes: int) -> Block:
         """Memory for one block of keys and values, or for recurrent states. Raises MemoryError."""
-        ...
 
     def new_arrays(self, layout: KVLayout) -> KVArrays | None:
-        """Empty arrays for a new cache's keys and values; None if these are in its blocks."""
-        ...
+        """Empty arrays for a new cache's keys and values; None if they are in its blocks."""
 
     def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or free it; its rows are then read from flash."""
-        ...
+        """Hold the embedding table in memory, or free it and read its rows from flash."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Set the backend's own limits to a budget."""
-        ...
+        """Set the backend's limits to a budget."""
 
     def trim(self) -> None:
-        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
-        ...
+        """Free scratch memory, which the next pass allocates again. Invalidates all results of ops."""
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
-        ...

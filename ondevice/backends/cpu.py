@@ -27,41 +27,34 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.cpu_attention import CpuAttention
-from ondevice.backends.cpu_matrices import CpuLinear, StoredMatrix, StreamedHead, StreamedLinear
-from ondevice.backends.cpu_neurons import CpuFeedForward
+from ondevice.backends.cpu_matrices import CpuLinear, FlashMatrix, StreamedHead, StreamedLinear
+from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices
 from ondevice.backends.cpu_recurrent import CpuRecurrent
-from ondevice.backends.cpu_slices import CpuSlices
 from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.native_routing import route
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.routing import Routing, sigmoid
+from ondevice.backends.routing import Routing, native_route, sigmoid
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import SliceLayout
 from ondevice.bundle.matrix_layout import padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import (
-    ACTIVATIONS,
-    Activation,
-    FeedForwardSpec,
-    LayerSpec,
-)
+from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, LayerSpec
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
 READ_BYTES = 4 << 20
 """Bytes of neurons that are read at a time into memory where they stay."""
 VIEWS = 64
-"""Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
+"""Most views of output arrays kept at once: the last chunks of prompts have any length."""
 
 
 Form: TypeAlias = tuple[int, float, bool, float, float]
-"""What the kernels take for the arithmetic between gates and down projection."""
+"""The arithmetic between gates and down projection, as the kernels take it."""
 
 
 def make_runner(threads: int, target: str = "auto") -> _native.Runner:
@@ -75,26 +68,13 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
 
 
 def native_form(spec: FeedForwardSpec) -> Form:
-    """What the kernels take for the arithmetic between gates and down projection."""
+    """The arithmetic between gates and down projection, as the kernels take it."""
     index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
     return index, spec.threshold, relu_up, spec.clamp, spec.slope
 
 
-def contributions(
-    runner: _native.Runner, gates: Float32, up: Float32 | None, spec: FeedForwardSpec, out: Float32
-) -> None:
-    """Write |activation(gate) * up|, or |activation(gate)|, for gates (T, F) to out (T, F).
-
-    up: (F,). out may be `gates`.
-    """
-    form = native_form(spec)
-    for gate, contribution in zip(gates, out, strict=True):
-        _native.activate(runner, form, gate, up, contribution)
-        np.abs(contribution, out=contribution)
-
-
 def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
-    """`out` (T, D), the output bias added in place, if there is one."""
+    """`out` (T, D) with the output bias, if there is one, added in place."""
     if bias is not None:
         out += bias
     return out
@@ -108,14 +88,14 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         segment_neurons: neurons in a segment, a multiple of 64.
         piece_neurons: neurons in a piece that is read, a multiple of 64.
         resident_embedding: whether the embedding table starts in memory, instead of being read from flash.
-        dense_neurons: neurons in a segment of those that aren't an expert's, in a model with experts, where
-            the layers' source provides them; 0: layers hold them.
+        dense_neurons: neurons in a segment of the dense part of a layer with experts, where the layers'
+            source provides them; 0: layers hold them.
     """
 
     name = "cpu"
     looks_up = True
     synchronisations = 0
-    """Always 0: an op's result is complete when the op returns."""
+    """0: an op's result is complete when the op returns."""
     synchronised_seconds = 0.0
 
     def __init__(
@@ -156,18 +136,15 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return CpuLinear(matrix, None if bias is None else self.load_vector(bias))
 
     def load_streamed(
-        self,
-        unit: int,
-        stored: Sequence[StoredMatrix],
-        bias: Float32 | None = None,
+        self, unit: int, stored: Sequence[FlashMatrix], bias: Float32 | None = None
     ) -> StreamedLinear:
-        """`load_tiles` of a matrix that lies on flash, and comes from there when it is needed."""
+        """A matrix as of `load_tiles` that stays on flash and is read when it is needed."""
         linear = StreamedLinear(unit, stored, None if bias is None else self.load_vector(bias))
         self.streamed.append(linear)
         return linear
 
     def new_matrix(self, sections: list[tuple[int, RowFormat]], cols: int) -> _native.Matrix:
-        """The matrix into which `load_linear` and `load_tiles` load. sections: rows and format of each."""
+        """An empty matrix to load into. sections: rows and format of each."""
         return _native.Matrix(sections, cols)
 
     def load_feed_forward(
@@ -199,7 +176,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return self.runner.target
 
     def allocate_block(self, nbytes: int) -> Bytes:
-        """A block of keys and values, or states, in a mapping of its own."""
+        """A separately mapped block of keys and values, or of states."""
         return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
@@ -213,7 +190,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         self.trim()
 
     def trim(self) -> None:
-        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
+        """Free scratch memory, which the next pass allocates again. Invalidates all results of ops."""
         self._buffers.clear()
         self._views.clear()
         self.runner.trim()
@@ -254,9 +231,9 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return x
 
     def normed(self, x: Float32, norm: Norm) -> Float32:
-        found = np.empty_like(x)
-        _native.norm(self.runner, x, norm, found)
-        return found
+        out = np.empty_like(x)
+        _native.norm(self.runner, x, norm, out)
+        return out
 
     def gated(self, x: Float32, y: Float32, activation: Activation) -> Float32:
         out = np.empty(x.shape, dtype=np.float32)
@@ -264,11 +241,11 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         _native.activate(self.runner, native_form(FeedForwardSpec(activation)), gate, up, out.reshape(-1))
         return out
 
-    def products(self, x: Float32, weight: Float32) -> Float32:
-        return row_sums.products(x, weight)
+    def small_linear(self, x: Float32, weight: Float32) -> Float32:
+        return row_sums.small_linear(x, weight)
 
-    def as_large(self, x: Float32, other: Float32) -> Float32:
-        return row_sums.as_large(x, other)
+    def match_rms(self, x: Float32, other: Float32) -> Float32:
+        return row_sums.match_rms(x, other)
 
     def soft_cap(self, x: Float32, cap: float) -> Float32:
         _native.soft_cap(self.runner, x, cap)
@@ -291,7 +268,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         def chosen() -> Int32:
             logits = self._buffer("expected", (len(x), matrix.rows))
             matrix.forward(self.runner, x, router.matrix.bias, logits, before)
-            return route(logits, experts, router.choice_bias).ids
+            return native_route(logits, experts, router.choice_bias).ids
 
         weight.neurons.prefetch_experts(weight.index, chosen)
 
@@ -344,10 +321,9 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         added: Float32 | None = None,
         out: Float32 | None = None,
     ) -> Float32:
-        """`feed_forward` of every neuron, whether or not a selector would choose it.
+        """`feed_forward` over every neuron, without a selector; in a layer with experts over the dense part.
 
-        In a layer with experts, those are the neurons that aren't an expert's. Estimates, as of streams, have
-        the resident neurons alone. out: (T, D), where the result goes.
+        Estimates, as of streams, use the resident neurons alone. out: (T, D), where the result goes.
         """
         if isinstance(weight, CpuSlices):
             return self._sliced_feed_forward(x, weight, spec, batch, norm, added)
@@ -381,9 +357,9 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         norm: Norm | None,
         added: Float32 | None,
     ) -> Float32:
-        """`feed_forward` of a layer in slices, whose outputs are added up in their order.
+        """`feed_forward` of a layer in slices, whose outputs are added in order.
 
-        Estimates, as of streams, have the slices in memory: whole ones, and the high planes of others.
+        Estimates, as of streams, use resident slices, and the high planes of others.
         """
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
@@ -412,7 +388,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return _with_bias(out, weight.output_bias)
 
     def _cut_off_gates(self, x: Float32, weight: CpuFeedForward, cutoff: float, norm: Norm | None) -> Float32:
-        """Gates (T, F) for norm(x), x (T, D), after a statistical cutoff, which takes all of a token's."""
+        """Gates (T, F) for norm(x), x (T, D), after the statistical cutoff over each token's gates."""
         assert weight.gates is not None
         matrix = weight.gates.matrix
         gates = self._buffer("gates", (len(x), matrix.rows))
@@ -444,7 +420,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             dense_output, total = self.normed(total, apart.dense_output), np.zeros_like(x)
             x = self.normed(residual, apart.experts)
         logits = self.linear(x if apart is None else residual, router.matrix, apart and apart.router)
-        routing = route(logits, experts, router.choice_bias, apart and apart.scales)
+        routing = native_route(logits, experts, router.choice_bias, apart and apart.scales)
         self.add_experts(x, weight, spec, routing, batch, total)
         if apart is not None:
             total = np.add(dense_output, self.normed(total, apart.output), out=dense_output)
@@ -461,8 +437,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     ) -> None:
         """Add to total (T, D) the outputs of the experts of `routing` for x (T, D), the experts' input."""
         assert spec.experts is not None
-        # Outputs are added in the order of experts. Where few rows are wanted, they can be held until then.
-        in_order = len(x) > HELD_ROWS
+        # Outputs are added in the order of experts. Those of few rows are held until all have come.
+        needs_expert_order = len(x) > HELD_ROWS
         forward = _native.ExpertPass(
             self.runner,
             weight.native,
@@ -472,10 +448,10 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             routing.ids,
             routing.weights,
             native_form(spec.feed_forward),
-            in_order,
+            needs_expert_order,
             total,
         )
-        for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
+        for expert, address in weight.neurons.experts(weight.index, routing, batch, needs_expert_order):
             forward.add(expert, address)
         forward.finish()
 
@@ -523,30 +499,32 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             x, norm = out, None
         if selector.deviations is not None:
             row_sums.cut_off(x, selector.deviations)
-        if selector.activated is None and not selector.least_gate:
+        if selector.activated is None and not selector.min_gate:
             return x, x
         scores = self._buffer("cut off", (len(x), x.shape[1]))
         if selector.activated is not None:
-            contributions(self.runner, x, None, selector.activated, scores)
-            return scores, x
-        return np.subtract(x, np.float32(selector.least_gate), out=scores), x
+            form = native_form(selector.activated)
+            for gates, activated in zip(x, scores, strict=True):
+                _native.activate(self.runner, form, gates, None, activated)
+            return np.abs(scores, out=scores), x
+        return np.subtract(x, np.float32(selector.min_gate), out=scores), x
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
-        """The segment in which records from flash are packed before they are multiplied; made when needed."""
+        """The segment in which records from flash are packed before they are multiplied."""
         if self._staging is None:
             self._staging = _native.Segment(native.segment_bytes(self._piece_neurons // BLOCK_NEURONS))
         return self._staging
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
-        """An op's output array of this shape, re-used: fresh pages for every call cost more than many ops do.
+        """An op's output array of this shape, re-used: fresh pages cost more than many ops.
 
-        Views of it are kept too, as making one takes as long as a short product.
+        Views are cached, as making one takes as long as a short product.
         """
         view = self._views.get((op, shape))
         if view is None:
             size = shape[0] * shape[1]
             if op not in self._buffers or self._buffers[op].size < size:
-                # Freed before the new one is made: the plan counts only one.
+                # Freed before the new one is allocated: the plan counts only one.
                 self._buffers.pop(op, None)
                 self._views.clear()
                 self._buffers[op] = memory.empty((size,), np.float32)

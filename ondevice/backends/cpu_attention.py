@@ -1,4 +1,4 @@
-"""Attention of the CPU backend, and what makes its queries and latents in latent attention."""
+"""Attention of the CPU backend, and the projections of latent attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ondevice.model_config import AttentionSpec, LatentSpec
 
 
 class CpuAttention(Protocol):
-    """The ops of `CpuBackend` on keys and values, which needs its other ones."""
+    """The ops of `CpuBackend` on keys and values."""
 
     runner: _native.Runner
 
@@ -23,7 +23,6 @@ class CpuAttention(Protocol):
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
         """An op's output array of this shape, re-used."""
-        ...
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         layout, blocks = kv.layout, _addresses(kv)
@@ -103,7 +102,7 @@ class CpuAttention(Protocol):
         return self._heads("linear heads", x.reshape(len(x), heads, -1), weight)
 
     def _heads(self, op: str, x: Float32, weight: Any) -> Float32:
-        """Each head's own product, (T, N), for x (T, H, K)."""
+        """The product of each head with its block of rows, (T, N), for x (T, H, K)."""
         out = self._buffer(op, (len(x), weight.matrix.rows))
         weight.matrix.forward_heads(self.runner, np.ascontiguousarray(x.swapaxes(0, 1)), out)
         return out
@@ -112,7 +111,7 @@ class CpuAttention(Protocol):
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:
     """The address of every block, (blocks,)."""
     if kv.places is None:
-        found = [block.__array_interface__["data"][0] for block in kv.blocks]
-        kv.places = np.array(found, dtype=np.uint64)
+        addresses = [block.__array_interface__["data"][0] for block in kv.blocks]
+        kv.places = np.array(addresses, dtype=np.uint64)
     places: NDArray[np.uint64] = kv.places
     return places

@@ -1,4 +1,4 @@
-"""Matrices of the CPU kernels: in memory, or from flash when a pass is about to multiply them."""
+"""Matrices of the CPU kernels: in memory, or read from flash before a pass multiplies them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class CpuLinear:
 
 
 class TilePlace(NamedTuple):
-    """Where tiles lie: number of the file in a reader, offset of the first, bytes from one to the next."""
+    """Where tiles lie: the reader's file index, the first tile's offset, and bytes between two tiles."""
 
     file: int
     offset: int
     stride: int
 
 
-class StoredMatrix(NamedTuple):
+class FlashMatrix(NamedTuple):
     """A matrix on flash."""
 
     matrix: TiledMatrix
@@ -45,29 +45,29 @@ class StoredMatrix(NamedTuple):
 
 
 class MatrixSource(Protocol):
-    """Brings matrices into memory; `sparsity.matrix_stream` implements it."""
+    """Reads matrices into memory; `sparsity.matrix_stream` implements it."""
 
     def bring(self, unit: int) -> None:
-        """Set `held` of every matrix of a unit. It stays valid until another unit is brought, or longer.
+        """Set `held` of every matrix of a unit. It stays valid at least until another unit is brought.
 
         Raises FlashReadError and MemoryError.
         """
 
 
 class NoMatrixSource:
-    """The source of matrices whose memory was freed, or that has yet to be connected."""
+    """The source of matrices of a closed model, or before `sparsity` connects."""
 
     def bring(self, unit: int) -> None:
         raise OndeviceError("the model's matrices were given back: it is closed")
 
 
 class StreamedLinear:
-    """A matrix of one or several stored ones, whose rows follow each other, with its bias (N,) or None.
+    """A matrix whose rows are those of one or several stored ones, in order; bias: (N,) or None.
 
-    unit: the matrices that are brought together. held: the matrix in memory, if it is.
+    unit: number of the group of matrices that are read together. held: the matrix while it is in memory.
     """
 
-    def __init__(self, unit: int, stored: Sequence[StoredMatrix], bias: Float32 | None) -> None:
+    def __init__(self, unit: int, stored: Sequence[FlashMatrix], bias: Float32 | None) -> None:
         self.unit = unit
         self.stored = tuple(stored)
         self.bias = bias
@@ -76,7 +76,7 @@ class StreamedLinear:
 
     @property
     def kind(self) -> tuple[tuple[tuple[int, RowFormat], ...], int]:
-        """Rows and format of each section, and columns: matrices of one kind can take each other's memory."""
+        """Rows and format of each section, and columns: matrices of one kind share memory."""
         sections = tuple((it.matrix.rows, it.matrix.row.stored) for it in self.stored)
         return sections, self.stored[0].matrix.row.cols
 
@@ -90,7 +90,7 @@ class StreamedLinear:
 
     @property
     def matrix(self) -> _native.Matrix:
-        """The matrix in memory, brought there if it isn't. Raises what `MatrixSource.bring` raises."""
+        """The matrix in memory, read if it isn't held. Raises what `MatrixSource.bring` raises."""
         if self.held is None:
             self.source.bring(self.unit)
         assert self.held is not None
@@ -98,7 +98,7 @@ class StreamedLinear:
 
 
 class StreamedHead:
-    """The output head, in units of rows that follow each other: equally many in all but the last."""
+    """The output head in units of consecutive rows; all units but the last have the same number of rows."""
 
     def __init__(self, units: Sequence[StreamedLinear]) -> None:
         self.units = tuple(units)
@@ -110,11 +110,11 @@ class StreamedHead:
         return all(unit.held is not None for unit in self.units)
 
     def draft_head(self) -> StreamedHead:
-        """The units whose rows drafts are chosen from; they share the memory of these."""
+        """The units whose rows drafts are chosen from. Shares memory."""
         return StreamedHead(self.units[: draft_head_units(len(self.units))])
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
-        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
+        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols); False if not held."""
         numbers = tokens // self.units[0].rows
         needed = sorted(set(numbers.tolist()))
         if any(self.units[number].held is None for number in needed):

@@ -1,18 +1,20 @@
-"""Feed-forwards in records of neurons, as the native kernels multiply them."""
+"""Feed-forwards of the CPU backend: layers stored as records of neurons, or in slices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, Float32, Selector
 from ondevice.backends.cpu_matrices import CpuLinear
-from ondevice.backends.cpu_slices import native_matrices
-from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
-from ondevice.bundle.layout import RecordLayout
+from ondevice.bundle.layout import ExpertLayout, RecordLayout, SliceLayout
 from ondevice.kernels import _native
 
 
 class CpuFeedForward(FeedForwardLayer):
-    """One layer's neurons, packed for the kernels: segments are `_native.Segment`."""
+    """One layer's neurons, packed for the kernels. A segment is a `_native.Segment`."""
 
     def __init__(
         self,
@@ -38,12 +40,13 @@ class CpuFeedForward(FeedForwardLayer):
             down,
             biases.gates,
         )
-        self.expert = _native_expert(source.hidden_size, source.experts)
+        experts = None if source.experts is None else source.experts.layout
+        self.expert = None if experts is None else native_matrices(source.hidden_size, experts)
         self.output_bias: Float32 | None = biases.output
         self._runner = runner
 
     def hold_all(self, read_bytes: int) -> None:
-        """Read all neurons into one segment, which holds them; `read_bytes` bytes, or a block, at a time."""
+        """Read all neurons into one resident segment, `read_bytes` bytes, or a block, at a time."""
         segment, source = self.new_segment(), self.source
         step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
         for first in range(0, source.num_neurons, step):
@@ -60,8 +63,45 @@ class CpuFeedForward(FeedForwardLayer):
         self.native.pack(self._runner, segment, blocks, block0, records)
 
 
-def _native_expert(hidden: int, records: ExpertRecords | None) -> _native.Expert | None:
-    """What the kernels know of a layer's experts, if they are stored as matrices."""
-    if records is None or records.layout is None:
-        return None
-    return native_matrices(hidden, records.layout)
+class CpuSlices(FeedForwardLayer):
+    """One layer's slices. A segment is a slice's tiles, or its high plane alone, (bytes,)."""
+
+    def __init__(
+        self, runner: _native.Runner, index: int, source: FeedForwardSource, biases: Biases = NO_BIASES
+    ) -> None:
+        layout = source.layout
+        assert isinstance(layout, SliceLayout)
+        super().__init__(index, source, layout.neurons, None)
+        self.slices = layout
+        self.native = native_matrices(source.hidden_size, layout.tiles, layout.places)
+        self._runner = runner
+        self.output_bias: Float32 | None = biases.output
+        self.gate_bias: Float32 | None = None
+        """(slices * neurons of a slice,), zero-padded."""
+        if biases.gates is not None:
+            self.gate_bias = np.zeros(self.num_segments * layout.neurons, dtype=np.float32)
+            self.gate_bias[: len(biases.gates)] = biases.gates
+
+    @property
+    def high_bytes(self) -> int:
+        return self.slices.partial_bytes
+
+    def new_segment(self, high_plane: bool = False) -> Bytes:
+        # Its pages are mapped on the calling thread, not while a pass fills it.
+        nbytes = self.slices.high_bytes if high_plane else self.slices.tiles.stride
+        return _native.allocate(nbytes, populated=True)
+
+    def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
+        high, low = np.split(records[0], [self.slices.high_bytes])
+        if len(segment) == len(high):
+            segment[:] = high
+        else:
+            self.native.join(self._runner, high, low, segment)
+
+
+def native_matrices(
+    hidden: int, layout: ExpertLayout, planes: Sequence[tuple[int, int | None]] = ()
+) -> _native.Expert:
+    """The kernels' description of records of matrices. planes: `SliceLayout.places` of slices."""
+    gate, *up, down = layout.places
+    return _native.Expert(hidden, layout.neurons, gate, up[0] if up else None, down, planes)

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 
 def native_mixer(spec: Mamba2Spec) -> MixerSizes:
-    """What the kernels take for the arithmetic of a mixer."""
-    most = math.inf if spec.most_time is None else spec.most_time
+    """A mixer's sizes and constants, as the kernels take them."""
+    max_time = math.inf if spec.most_time is None else spec.most_time
     sizes = spec.groups, spec.heads, spec.state_width, spec.head_width
     factors = spec.time_factor, spec.gate_factor, spec.out_factor
-    return *sizes, *factors, spec.least_time, most, spec.norm_groups, spec.norm == "before"
+    return *sizes, *factors, spec.least_time, max_time, spec.norm_groups, spec.norm == "before"
 
 
 class CpuRecurrent(Protocol):
-    """The ops of `CpuBackend` on recurrent states, which needs its output arrays."""
+    """The ops of `CpuBackend` on recurrent states."""
 
     runner: _native.Runner
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
         """An op's output array of this shape, re-used."""
-        ...
 
     def gated_delta(
         self,

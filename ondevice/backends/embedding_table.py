@@ -1,4 +1,4 @@
-"""The embedding table, on flash or held in memory, behind the same interface."""
+"""The embedding table, on flash or held in memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ondevice.bundle.matrix_layout import TILE_ROWS
 from ondevice.kernels import _native, memory
 
 
-class HeadRows(Protocol):
-    """The rows of an output head that are the embedding's too."""
+class RowLookup(Protocol):
+    """An output head whose rows are the embedding's too."""
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
-        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). False: some aren't here."""
+        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols); False if not held."""
 
 
 class EmbeddingTable:
     """Rows of the table: read from flash for each pass, or copied from memory while it is resident.
 
-    head: has the same rows; they are looked up there while it is in memory.
+    head: an output head with the same rows, which are looked up there while they are held.
     """
 
-    def __init__(self, source: EmbeddingSource, head: HeadRows | None = None) -> None:
+    def __init__(self, source: EmbeddingSource, head: RowLookup | None = None) -> None:
         self._head = head
         self.file = source.file
         self.vocab_size = source.vocab_size
@@ -35,7 +35,7 @@ class EmbeddingTable:
         self._source = source
         self._records: Bytes | None = None
         self._rows = TILE_ROWS if isinstance(self.layout, TileLayout) else 1
-        """Tokens' rows in a record."""
+        """Rows in a record."""
 
     def read(self, tokens: Int32) -> Bytes:
         """The records that hold the rows of token ids (T,): (T, stride). Raises FlashReadError."""

@@ -16,14 +16,14 @@ from ondevice.records import dataclass
 
 Bytes = NDArray[np.uint8]
 HELD_ROWS = 16
-"""Most rows of a pass whose outputs of all experts are held at once, where these come one by one."""
+"""Most rows of a pass for which the outputs of all experts are held, where experts come one by one."""
 ROWS_AT_ONCE = 32
-"""Tokens whose experts' outputs a backend that holds all experts computes together."""
+"""Tokens that are computed together by a backend that holds all experts."""
 
 
 @lru_cache
 def rows_layout(layout: ExpertLayout) -> ExpertLayout:
-    """The record of an expert or a slice whose matrices have the formats of `rows_format`."""
+    """The layout of an expert or a slice with its matrices in the formats of `rows_format`."""
     return ExpertLayout(
         tuple(
             replace(matrix, row=RowLayout(matrix.row.cols, *rows_format(matrix.row.stored)))
@@ -39,10 +39,10 @@ class ExpertRecords:
     Args:
         file: index of the file in the flash reader.
         start: first byte of expert 0.
-        nbytes: bytes of each.
-        count: their number.
-        read_range: reads `nbytes` bytes at an offset of a file. Raises FlashReadError.
-        layout: of experts that are stored as matrices; None: each is a run of neuron records.
+        nbytes: bytes of one expert.
+        count: number of experts.
+        read_range: reads (file, offset, nbytes). Raises FlashReadError.
+        layout: of experts stored as matrices; None: each is a run of neuron records.
     """
 
     file: int

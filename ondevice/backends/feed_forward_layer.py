@@ -1,6 +1,6 @@
-"""One layer's neurons as backends under a budget see them: a resident prefix, and a source of the rest.
+"""One layer's neurons in a backend under a budget: a resident prefix, and a source of the rest.
 
-The layer owns neither the memory nor the reads: `sparsity` moves neurons in and out.
+`sparsity` owns the memory and the reads, and moves neurons in and out.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ BLOCK_NEURONS = GROUP_SIZE
 
 
 class PieceMemory:
-    """Memory that pieces of neurons are read into, and the rule when it may be overwritten."""
+    """Memory that pieces of neurons are read into, and when it may be overwritten."""
 
     pieces_read = 0
-    """Number of latest pieces that may still be in use when the next one is asked for."""
+    """Number of latest pieces that may still be in use when the next one is requested."""
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """(nbytes,) from a page boundary on, or None: reads have buffers of their own. Raises MemoryError."""
+        """(nbytes,) from a page boundary on, or None: reads use their buffers. Raises MemoryError."""
         return None
 
     def free(self) -> None:
-        """Free the allocated memory, which nothing writes to any more."""
+        """Free the allocated memory. No read may still write to it."""
 
     @property
     def slot_allocator(self) -> Callable[[int], Bytes] | None:
-        """Allocates (nbytes,) from a page boundary on, for experts, freed with the array; None: natively."""
+        """Allocates page-aligned (nbytes,) for experts, freed with the array; None: the native allocator."""
         return None
 
-    def asked(self) -> Any:
-        """The computations on pieces that began since the last call; an argument for `wait`."""
+    def take_pending(self) -> Any:
+        """The computations on pieces begun since the last call, for `wait`."""
         return None
 
-    def wait(self, asked: Any) -> None:
-        """Wait until these computations have ended, so that their neurons may be overwritten."""
+    def wait(self, pending: Any) -> None:
+        """Wait for these computations, after which their neurons may be overwritten."""
 
 
 class FirstNeurons:
-    """`FeedForwardSource` of the first `count` neurons of another: those that aren't an expert's."""
+    """`FeedForwardSource` of the first `count` neurons of another: the dense part of a layer with experts."""
 
     def __init__(self, source: FeedForwardSource, count: int) -> None:
         self._source = source
@@ -77,20 +77,20 @@ class FeedForwardLayer:
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
         self.high_planes: list[Segment] = []
-        """High planes of the segments that follow, where `high_bytes` isn't 0."""
+        """High planes of the next segments after `segments`, where `high_bytes` isn't 0."""
         self.piece_memory = PieceMemory()
-        """A pool that streams several layers uses only the first layer's."""
+        """Of layers in one pool, only the first layer's is used."""
 
     @property
     def high_bytes(self) -> int:
-        """Bytes of a segment's high plane, 0 if the layer multiplies whole segments alone."""
+        """Bytes of a segment's high plane; 0 if the layer has no planes."""
         return 0
 
     def expert_arrived(self, address: int) -> None:
         """Prepare an expert that has just been read to `address`. Raises MemoryError."""
 
     def hold_experts(self, wanted: bool) -> None:
-        """Hold all the layer's experts from its next turn on, if its backend can, or free them."""
+        """Hold all the layer's experts from its next pass on, if its backend can, or free them."""
 
     @property
     def held_experts_bytes(self) -> int:
@@ -99,16 +99,16 @@ class FeedForwardLayer:
 
     @property
     def resident_neurons(self) -> int:
-        """Number of neurons held whole, in segments: those with ids 0 .. resident_neurons - 1."""
+        """Number of neurons held in segments: ids 0 .. resident_neurons - 1."""
         return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
 
     @property
     def num_segments(self) -> int:
-        """Number of segments that hold all neurons."""
+        """Number of segments of the layer."""
         return -(-self.source.num_neurons // self.segment_neurons)
 
     def segment_range(self, index: int) -> range:
-        """The neurons that segment `index` of this layer holds."""
+        """The neurons of segment `index`."""
         first = index * self.segment_neurons
         return range(first, min(first + self.segment_neurons, self.source.num_neurons))
 
@@ -122,8 +122,7 @@ class FeedForwardLayer:
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
         """Pack the records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
 
-        Into a segment for a high plane goes that alone.
-
+        A segment for a high plane takes the high plane alone.
         Raises MemoryError, for the first records only; the segment then stays empty.
         """
         raise NotImplementedError

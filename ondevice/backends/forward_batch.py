@@ -1,6 +1,6 @@
 """The batch of one forward pass: its tokens, and which results of each row are wanted.
 
-The decode loop makes it, and passes it through the model and the backend to the source of neurons.
+It goes from the decode loop through the model and the backend to the source of neurons.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The rows of one forward pass: first the T tokens, then the streams of some of them."""
+    """The rows of one forward pass: T tokens, then the streams of some of them."""
 
     tokens: Sequence[int]
     """(T,) token ids; empty if streams run alone."""
     tree: TokenTree | None = None
-    """The order in which rows follow each other; None: each follows the one before."""
+    """The tree of the rows; None: each row follows the one before."""
     drafted: Sequence[int] = ()
-    """Rows of the draft tokens, ascending; only accepted ones become part of their text."""
+    """Rows of the draft tokens, ascending; accepted ones become part of the text."""
     stream_rows: int = 0
-    """Number of rows of streams. Their results are estimates, computed with the neurons in memory."""
+    """Number of stream rows. Their results are estimates from the neurons in memory."""
     resident_only: bool = False
-    """Whether every row's results are estimates: the pass reads no neurons, and is no part of the text."""
+    """Whether all results are estimates: the pass reads no neurons, and is no part of the text."""
     last_only: bool = False
     """Whether only the last token's results are wanted."""
     silent: bool = False
-    """Whether no results are wanted: the pass only adds its tokens. It may still have some."""
+    """Whether no results are wanted: the pass only adds its tokens to the cache."""
 
     @property
     def text_rows(self) -> Sequence[int]:
-        """Rows of the tokens that are part of a text, ascending."""
+        """Rows of the tokens that aren't drafts, ascending."""
         drafted = set(self.drafted)
         return [row for row in range(len(self.tokens)) if row not in drafted]
 
     def accepted(self, rows: Sequence[int]) -> list[int]:
-        """Indices into `drafted` of the rows that are draft tokens; `rows` are numbers of tokens."""
+        """Indices into `drafted` of those of `rows` that are draft tokens."""
         places = {row: place for place, row in enumerate(self.drafted)}
         return [places[row] for row in rows if row in places]
 
     @property
     def num_exact_rows(self) -> int:
-        """Number of exact rows; they come first. All neurons that they select are read."""
+        """Number of exact rows, which come first. All neurons that they select are read."""
         return 0 if self.resident_only else len(self.tokens)
 
     def with_streams(self, streamed: Sequence[int], count: int) -> ForwardBatch:
-        """The batch with `count` rows of streams, one path, behind each of the tokens in rows `streamed`."""
+        """The batch with a path of `count` stream rows after each of the rows `streamed`."""
         size = len(self.tokens)
         parents = list(range(-1, size - 1)) if self.tree is None else self.tree.parents.tolist()
         for token in streamed:
@@ -66,9 +66,9 @@ class ForwardBatch:
 
 
 def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
-    """The batch of a pass of several sequences: the rows of one after those of another."""
+    """The batch of a pass of several sequences, one after the other."""
     tokens, drafted = list[int](), list[int]()
-    for own in batches:
-        drafted += [len(tokens) + row for row in own.drafted]
-        tokens += own.tokens
+    for batch in batches:
+        drafted += [len(tokens) + row for row in batch.drafted]
+        tokens += batch.tokens
     return ForwardBatch(tokens, drafted=drafted)

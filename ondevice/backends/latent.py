@@ -1,6 +1,6 @@
-"""Latent attention (`LatentSpec`): its weights as a backend loaded them, and the ops on them.
+"""Latent attention (`LatentSpec`): the loaded weights, and the ops around `Backend.attend`.
 
-What attends is `Backend.attend`. Legend as in `base.py`.
+Legend as in `base.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Norm: TypeAlias = Any
 
 
 class LatentWeights(NamedTuple):
-    """The weights of latent attention beside its projections, of H heads.
+    """The weights of latent attention, without its projections, for H heads.
 
     norm: of the latent. keys: (H * rank, key_dim), each head's K_h transposed. values: (H * value_dim, rank),
     each head's V_h. queries, query_norm: (H * query_width, query_rank), and the norm of its input; None
-    where queries are made of the layer's input.
+    where queries come from the layer's input.
     """
 
     norm: Norm
@@ -31,20 +31,18 @@ class LatentWeights(NamedTuple):
 
 
 class LatentOps(Protocol):
-    """The ops of latent attention, which are a backend's."""
+    """The ops of latent attention."""
 
     def latent_rows(self, qkv: Array, spec: LatentSpec, weights: LatentWeights) -> Array:
-        """Queries of latents, and latents, as `attend` takes them: (T, (H + 1) * width), unturned.
+        """Latent queries and latents as `attend` takes them, before rotation: (T, (H + 1) * width).
 
-        That is, of every head, [K_h^T query | the part that turns], and then [norm(latent) | key part].
+        For every head [K_h^T query | rotary part], then [norm(latent) | rotary key part].
 
-        qkv: (T, ...) a layer's fused projection: queries, or what they are made of, and then a latent and a
+        qkv: (T, ...) a layer's fused projection: queries, or their low-rank input, then a latent and a rotary
         key part.
         """
-        ...
 
     def linear_heads(self, x: Array, weight: Linear, heads: int) -> Array:
-        """Each head's own product, (T, N), for x (T, H * K): the rows [h * N / H, (h + 1) * N / H) of the
-        matrix (N, K) multiply the values [h * K, (h + 1) * K). N / H is a multiple of 16.
+        """(T, N) for x (T, H * K), head by head: rows [h * N / H, (h + 1) * N / H) of the matrix (N, K)
+        multiply the values [h * K, (h + 1) * K). N / H is a multiple of 16.
         """
-        ...

@@ -1,10 +1,9 @@
-"""The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
+"""The MLX backend: `mlx.core` arrays for activations, quantised weights in the bundle's codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, whether they are resident, read ahead or
-fetched, so no bit of a result depends on the budget. Whether a row's bits depend on the rows beside it, and
-whether skipped zeros change any, is measured on the device at hand (`mlx_row_ops.py`); on MLX's CPU device
-neither does. MLX is lazy: memory that is filled from flash is overwritten only after everything computed from
-it is evaluated.
+fetched, so no bit of a result depends on the budget. Whether a row's bits depend on other rows, or on skipped
+zeros, is measured on the device (`mlx_row_ops.py`); on MLX's CPU device they don't. MLX is lazy: memory
+filled from flash is overwritten only after everything computed from it is evaluated.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from ondevice.records import dataclass
 
 
 def compute_type() -> mx.Dtype:
-    """The type in which matrices are multiplied on MLX's default device: float16 on a GPU, else float32."""
+    """The type of matrix products on MLX's default device: float16 on a GPU, else float32."""
     return mx.float16 if mx.default_device() == mx.gpu else mx.float32
 
 
@@ -91,14 +90,14 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._waits = Synchronisations()
         self._segment_neurons = segment_neurons
         self._stage_neurons = stage_neurons
-        self._most_stages = stages
+        self._max_stages = stages
         self._stages: list[_Stage] = []
         self._pieces = MlxPieceMemory(self._waits, copies_reads)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
-        """The computation begun last, unless something has waited for it or for a result of it."""
+        """The last computation begun, until something waits for it or for a result of it."""
         self._bounded: tuple[mx.array, ...] = ()
-        """What `bounded` began last, unless something has waited since."""
+        """The arrays that `bounded` began last, until something waits."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear([source], source.bias, self.dtype)
@@ -115,9 +114,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         gates: MlxLinear | None = None,
         dense: int | None = None,
     ) -> MlxFeedForward:
-        own = source if dense is None else FirstNeurons(source, dense)
+        neurons = source if dense is None else FirstNeurons(source, dense)
         loaded = MlxFeedForward(
-            layer, own, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates
+            layer, neurons, self._segment_neurons, self.dtype, self._pieces, selector, biases, gates
         )
         if dense:
             loaded.hold_all()
@@ -140,21 +139,21 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._waits.seconds
 
     def allocate_block(self, nbytes: int) -> None:
-        """Returns None: the arrays from `new_arrays` hold the keys and values, and grow with the blocks."""
+        """None: the arrays from `new_arrays` hold the keys and values."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
         """Empty arrays for a cache's keys and values."""
         return MlxKV(layout, self._waits)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Set MLX's own limits to the budget, if they were set at the start."""
+        """Set MLX's limits to the budget, if this backend has limits."""
         if self._limits is not None:
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
         """Free memory, drop the results of computations under way, and restore MLX's limits. Idempotent."""
         self._begun = None
-        self.feed_forwards.clear()  # before what is freed leaves MLX's cache
+        self.feed_forwards.clear()  # before `trim`, which clears MLX's cache
         self.trim()
         if self._limits is not None:
             self._limits.restore()
@@ -174,8 +173,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return weight.heads_product(x)
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        # Wait for a prompt's chunk without logits before the next one begins. So the computations under way
-        # fit one pass's scratch memory, and a cancelled prompt ends soon.
+        # A prompt's chunk without logits ends before the next one begins. So the computations under way fit
+        # one pass's scratch memory, and a cancelled prompt ends soon.
         self._prefetched = None  # from a cancelled pass
         if self._begun is not None:
             self._await(self._begun)
@@ -193,10 +192,10 @@ class MlxBackend(OffloadingBackend, MlxOps):
     def short_conv(self, projected: mx.array, *where: Any) -> mx.array:
         return self._beginning(super().short_conv(projected, *where))
 
-    def _beginning(self, found: mx.array) -> mx.array:
-        self._begun = found
-        begin(found)
-        return found
+    def _beginning(self, result: mx.array) -> mx.array:
+        self._begun = result
+        begin(result)
+        return result
 
     def bounded(self, *arrays: mx.array) -> None:
         begin(*arrays)
@@ -209,7 +208,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         if selector is None:
             return
         if weight.neurons.wants_prefetch(weight.index, tokens):
-            # Read back together with the layer's own scores, so that prefetching costs no synchronisation.
+            # Read back together with the layer's scores, so that prefetching costs no synchronisation.
             self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
             weight.neurons.prefetch(
@@ -227,9 +226,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
     ) -> mx.array:
         if weight.selector is None:
             return self.dense_feed_forward(x, weight, spec, batch, norm, added)
-        found = self._selected(normed(x, norm), weight, weight.selector, spec, batch)
-        found = _with_bias(found, weight)
-        return found if added is None else added + found
+        out = self._selected(normed(x, norm), weight, weight.selector, spec, batch)
+        out = _with_bias(out, weight)
+        return out if added is None else added + out
 
     def dense_feed_forward(
         self,
@@ -240,33 +239,32 @@ class MlxBackend(OffloadingBackend, MlxOps):
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
-        """`feed_forward` of every neuron, whether or not a selector would choose it.
+        """`feed_forward` over every neuron, without a selector.
 
-        Segments are multiplied in order, resident ones before those that come from flash. Estimates, as of
-        streams, have the resident ones alone.
+        Segments are multiplied in order, resident ones first. Estimates, as of streams, use these alone.
         """
-        x, found = normed(x, norm), mx.zeros(x.shape)
+        x, out = normed(x, norm), mx.zeros(x.shape)
         gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec.cutoff)
         pieces, resident = weight.neurons.offloaded(weight.index, batch), len(weight.segments)
         for index, segment in enumerate(weight.segments):
-            found = found + all_of(x, segment.neurons, spec, _of_range(gates, weight, index))
-        estimates = found[batch.num_exact_rows :]
+            out = out + all_of(x, segment.neurons, spec, _segment_gates(gates, weight, index))
+        estimates = out[batch.num_exact_rows :]
         if estimates.shape[0]:
-            x, found = x[: batch.num_exact_rows], found[: batch.num_exact_rows]
+            x, out = x[: batch.num_exact_rows], out[: batch.num_exact_rows]
             gates = None if gates is None else gates[: batch.num_exact_rows]
-        # A piece is a whole segment.
+        # A piece is one segment.
         for index, piece in enumerate(pieces, resident):
-            own = _of_range(gates, weight, index)
+            segment_gates = _segment_gates(gates, weight, index)
             if isinstance(piece, MlxSegment):
-                found = found + all_of(x, piece.neurons, spec, own)
+                out = out + all_of(x, piece.neurons, spec, segment_gates)
             else:
                 neurons = weight.neurons_of(piece, index * weight.segment_neurons)
-                found = found + all_of(x, neurons, spec, own)
-                self._pieces.ask([found])
+                out = out + all_of(x, neurons, spec, segment_gates)
+                self._pieces.begin([out])
         if estimates.shape[0]:
-            found = mx.concatenate([found, estimates])
-        found = _with_bias(found, weight)
-        return found if added is None else added + found
+            out = mx.concatenate([out, estimates])
+        out = _with_bias(out, weight)
+        return out if added is None else added + out
 
     def mixture(
         self,
@@ -292,7 +290,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             x = normed(residual, apart.experts)
         logits = self.product(x if apart is None else normed(residual, apart.router), router.matrix)
         chosen = route(logits, experts, router.choice_bias, None if apart is None else apart.scales)
-        held = weight.held_experts if weight.has_whole_experts else None
+        held = weight.held_experts if weight.has_expert_matrices else None
         if held is None:
             total = self._fetched(total, x, weight, chosen, spec, batch)
         else:
@@ -310,7 +308,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         spec: LayerSpec,
         batch: ForwardBatch,
     ) -> mx.array:
-        """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers.
+        """total (T, D) plus the weighted outputs of each token's experts, in ascending order.
 
         The choice is read back, and experts come from slots, one by one.
         """
@@ -318,19 +316,19 @@ class MlxBackend(OffloadingBackend, MlxOps):
         assert spec.experts is not None
         routing = Routing(np.array(chosen.ids), np.array(chosen.weights), spec.experts.count)
         rows_of_pass = x.shape[0]
-        in_order, held = rows_of_pass > HELD_ROWS, {}
-        for expert, address in weight.neurons.experts(weight.index, routing, batch, in_order):
+        needs_expert_order, held = rows_of_pass > HELD_ROWS, {}
+        for expert, address in weight.neurons.experts(weight.index, routing, batch, needs_expert_order):
             rows, weights = routing.rows_of(expert)
-            own = x if len(rows) == rows_of_pass else x[mx.array(rows)]
-            if weight.has_whole_experts:
+            inputs = x if len(rows) == rows_of_pass else x[mx.array(rows)]
+            if weight.has_expert_matrices:
                 first = mx.zeros((len(rows), 1), dtype=mx.int32)
-                outputs = weight.expert_at(address).outputs(own, first, spec.feed_forward)[:, 0]
+                outputs = weight.expert_at(address).outputs(inputs, first, spec.feed_forward)[:, 0]
             else:
-                outputs = all_of(own, weight.expert_neurons(address), spec.feed_forward)
+                outputs = all_of(inputs, weight.expert_neurons(address), spec.feed_forward)
             held[expert] = rows, outputs * mx.array(weights)
-            if in_order:
+            if needs_expert_order:
                 total = _with_outputs(total, held)
-            self._pieces.ask([total if in_order else held[expert][1]])
+            self._pieces.begin([total if needs_expert_order else held[expert][1]])
         return _with_outputs(total, held)
 
     def _selected(
@@ -341,35 +339,35 @@ class MlxBackend(OffloadingBackend, MlxOps):
         spec: FeedForwardSpec,
         batch: ForwardBatch,
     ) -> mx.array:
-        """The output of the selected neurons, (T, D), for x (T, D), summed in ranges of ascending ids.
+        """The output of the selected neurons, (T, D), for x (T, D), summed segment by segment.
 
-        The ranges are those of segments, so the order of summation doesn't depend on where neurons are.
+        So the order of summation doesn't depend on where neurons are.
         """
-        # The returned addresses of a resident layer are of no use here: neurons are gathered.
+        # A resident layer's addresses aren't used: neurons are gathered.
         weight.neurons.begin_layer(weight.index, batch)
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
-        found = mx.zeros(x.shape)
+        out = mx.zeros(x.shape)
         piece: _Piece | None = None
         for ids, addresses in weight.neurons.select(weight.index, known, batch):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:
-                    found = self._multiplied(found, x, weight, piece, known, gates, spec)
+                    out = self._multiplied(out, x, weight, piece, known, gates, spec)
                     piece = None
                 if piece is None:
                     piece = _Piece(index, self._stage(weight))
                 self._gather(piece, ids[first:last], addresses[first:last], weight)
         if piece is not None:
-            found = self._multiplied(found, x, weight, piece, known, gates, spec)
-        return found
+            out = self._multiplied(out, x, weight, piece, known, gates, spec)
+        return out
 
     def _gather(
         self, piece: _Piece, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward
     ) -> None:
         """Copy more neurons of `piece` from their addresses into its stage."""
         if piece.first + piece.places(len(ids)) > self._stage_neurons:
-            # A whole piece is multiplied at once, so its neurons gathered so far move to the next stage.
+            # A piece is multiplied at once, so its neurons gathered so far move to the next stage.
             stage = self._next_stage(weight)
             stage.room.take_over(piece.stage.room, piece.first, piece.count)
             piece.stage, piece.first = stage, 0
@@ -379,7 +377,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
     def _multiplied(
         self,
-        found: mx.array,
+        total: mx.array,
         x: mx.array,
         weight: MlxFeedForward,
         piece: _Piece,
@@ -387,7 +385,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         gates: mx.array,
         spec: FeedForwardSpec,
     ) -> mx.array:
-        """found (T, D) plus the output of a piece's neurons, padded to whole blocks of neurons."""
+        """total (T, D) plus the output of a piece's neurons, padded to blocks of neurons."""
         ids, stage, count = np.concatenate(piece.ids), piece.stage, piece.places()
         stage.filled = piece.first + count
         stage.room.clear(piece.first + len(ids), stage.filled)
@@ -398,10 +396,10 @@ class MlxBackend(OffloadingBackend, MlxOps):
         where[: len(ids)] = ids
         columns, bias = mx.array(where), weight.biases.gates
         if neurons.gate is None:
-            own = gates[:, columns]
+            chosen_gates = gates[:, columns]
         else:
-            own = replace(neurons, bias=None if bias is None else bias[columns]).gates(x)
-        stage.pending = found + product_of_selected(x, neurons, own, mx.array(chosen), spec)
+            chosen_gates = replace(neurons, bias=None if bias is None else bias[columns]).gates(x)
+        stage.pending = total + product_of_selected(x, neurons, chosen_gates, mx.array(chosen), spec)
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
@@ -411,8 +409,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._next_stage(weight)
 
     def _next_stage(self, weight: MlxFeedForward) -> _Stage:
-        """An empty stage that no computation uses any more."""
-        if len(self._stages) < self._most_stages:
+        """An empty stage that no computation uses."""
+        if len(self._stages) < self._max_stages:
             self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
         else:
             self._stages.insert(0, self._stages.pop())
@@ -422,7 +420,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """The scores in host memory. Begins the next layer's prefetch too, after the same synchronisation."""
+        """The scores in host memory. The same synchronisation serves the next layer's prefetch."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
@@ -448,23 +446,23 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
         """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""
-        found = normed(x, norm)
+        gates = normed(x, norm)
         for linear in selector.matrices:
-            found = self.product(found, linear)
-        found = cut_off(found, selector.deviations)
+            gates = self.product(gates, linear)
+        gates = cut_off(gates, selector.deviations)
         if selector.activated is not None:
-            return mx.abs(activate(found, selector.activated.activation)), found
-        return (found - selector.least_gate if selector.least_gate else found), found
+            return mx.abs(activate(gates, selector.activated.activation)), gates
+        return (gates - selector.min_gate if selector.min_gate else gates), gates
 
 
 @dataclass
 class _Stage:
-    """Room for gathered neurons. No place is overwritten before the stage's neurons have been multiplied."""
+    """Room for gathered neurons. A place is overwritten only after the stage's neurons were multiplied."""
 
     room: GatheredNeurons
     filled: int = 0
     pending: mx.array | None = None
-    """The last computation on these neurons, unless it is known to have ended."""
+    """The last computation on these neurons, until it is known to have ended."""
 
 
 @dataclass
@@ -481,7 +479,7 @@ class _Piece:
         self.first = self.stage.filled
 
     def places(self, more: int = 0) -> int:
-        """Number of places that this piece takes with `more` neurons added, in whole blocks."""
+        """Number of places this piece takes with `more` neurons added, rounded up to blocks."""
         return padded(self.count + more, BLOCK_NEURONS)
 
 
@@ -498,13 +496,13 @@ def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
 def all_of(
     x: mx.array, neurons: MlxNeurons, spec: FeedForwardSpec, gates: mx.array | None = None
 ) -> mx.array:
-    """The output of all `neurons`, (T, D), for x (T, D). gates: theirs, (T, n), if they are known."""
+    """The output of all `neurons`, (T, D), for x (T, D). gates: (T, n), or None to compute them."""
     gates = neurons.gates(x) if gates is None else gates
     return neurons.outputs(hidden(gates, neurons.ups(x), spec))
 
 
-def _of_range(gates: mx.array | None, weight: MlxFeedForward, index: int) -> mx.array | None:
-    """The columns of all gates (T, F) that are of segment `index`."""
+def _segment_gates(gates: mx.array | None, weight: MlxFeedForward, index: int) -> mx.array | None:
+    """The columns of gates (T, F) that belong to segment `index`."""
     if gates is None:
         return None
     neurons = weight.segment_range(index)
@@ -519,12 +517,12 @@ def product_of_selected(
 
 
 def _with_outputs(total: mx.array, held: dict[int, tuple[NDArray[np.intp], mx.array]]) -> mx.array:
-    """total (T, D) plus outputs of experts for some rows each, in ascending order; empties `held`."""
+    """total (T, D) plus the experts' outputs, (rows, values), in ascending order; empties `held`."""
     for expert in sorted(held):
         rows, out = held.pop(expert)
         total = total + out if len(rows) == total.shape[0] else total.at[mx.array(rows)].add(out)
     return total
 
 
-def _with_bias(found: mx.array, weight: MlxFeedForward) -> mx.array:
-    return found if weight.biases.output is None else found + weight.biases.output
+def _with_bias(out: mx.array, weight: MlxFeedForward) -> mx.array:
+    return out if weight.biases.output is None else out + weight.biases.output

@@ -1,7 +1,7 @@
-"""Experts on MLX: the choice among them, computed on the device, and the products of those chosen.
+"""Experts on MLX: routing on the device, and the products of the chosen experts.
 
-`route` decides as `routing.route` does, in float32. Its sums have one order, and all else is elementwise or
-of whole numbers, so a row's result doesn't depend on the rows beside it. Nothing is read back for it.
+`route` decides as `routing.route` does, in float32, without reading back. Its sums have one order, and all
+other ops are elementwise or on integers, so a row's result doesn't depend on other rows.
 Legend: T tokens, E experts, k chosen for a token, D model width, F neurons of an expert, R/C rows/columns.
 """
 
@@ -22,21 +22,18 @@ from ondevice.model_config import ExpertsSpec, FeedForwardSpec
 from ondevice.records import dataclass
 
 CUDA_PRODUCTS = 8
-"""Fewer products by experts' matrices than these take another kernel on CUDA, which sums in another order."""
+"""Minimum number of products by experts' matrices: below it, another CUDA kernel sums in another order."""
 
 
 class Chosen(NamedTuple):
-    """The experts of T tokens, as `routing.Routing` has them: ids and weights (T, k)."""
+    """The experts of T tokens, as in `routing.Routing`: ids and weights (T, k)."""
 
     ids: mx.array
     weights: mx.array
 
 
 def route(
-    logits: mx.array,
-    spec: ExpertsSpec,
-    choice_bias: mx.array | None = None,
-    scales: mx.array | None = None,
+    logits: mx.array, spec: ExpertsSpec, choice_bias: mx.array | None = None, scales: mx.array | None = None
 ) -> Chosen:
     """The experts of each token of logits (T, E). choice_bias, scales: as for `routing.route`."""
     if spec.scoring == "sparsemixer":
@@ -47,14 +44,14 @@ def route(
     ids = _numbers(_highest(among, spec.chosen), spec.chosen)
     if spec.scoring == "softmax":
         shares = _exp(logits - mx.max(logits, axis=1, keepdims=True))
-        own = mx.take_along_axis(shares, ids, axis=1)
-        own = own if spec.renormalised else own / sums(shares)
+        weights = mx.take_along_axis(shares, ids, axis=1)
+        weights = weights if spec.renormalised else weights / sums(shares)
     else:
-        own = mx.take_along_axis(scores, ids, axis=1)
+        weights = mx.take_along_axis(scores, ids, axis=1)
     if spec.renormalised:
-        own = own / (sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
-    own = own * spec.factor
-    return Chosen(ids, own if scales is None else own * scales[ids])
+        weights = weights / (sums(weights) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
+    weights = weights * spec.factor
+    return Chosen(ids, weights if scales is None else weights * scales[ids])
 
 
 def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
@@ -68,14 +65,14 @@ def _sparsemixer(logits: mx.array, spec: ExpertsSpec) -> Chosen:
         ids.append(_numbers(first, 1))
         weights.append(1.0 / sums(_exp(mx.where(near, left - highest, -mx.inf))))
         left = mx.where(first, -mx.inf, left)
-    chosen, own = mx.concatenate(ids, axis=1), mx.concatenate(weights, axis=1)
+    chosen, shares = mx.concatenate(ids, axis=1), mx.concatenate(weights, axis=1)
     order = mx.argsort(chosen, axis=1)
-    own = mx.take_along_axis(own, order, axis=1) * spec.factor
-    return Chosen(mx.take_along_axis(chosen, order, axis=1), own)
+    shares = mx.take_along_axis(shares, order, axis=1) * spec.factor
+    return Chosen(mx.take_along_axis(chosen, order, axis=1), shares)
 
 
 def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
-    """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
+    """Scores (T, E) with -inf outside a token's best groups of experts."""
     grouped = choice.reshape(choice.shape[0], spec.groups, -1)
     two = mx.sort(grouped, axis=2)[:, :, -2:]
     worth = two[:, :, 1] if spec.group_best == 1 else two[:, :, 1] + two[:, :, 0]
@@ -84,28 +81,28 @@ def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
 
 
 def _highest(scores: mx.array, count: int) -> mx.array:
-    """(T, n) whether a score is one of the `count` highest of its row; of equal ones the first are."""
-    least = mx.sort(scores, axis=1)[:, scores.shape[1] - count, None]
-    above, level = scores > least, scores == least
+    """(T, n) whether a score is among the `count` highest of its row; of equal ones the first win."""
+    threshold = mx.sort(scores, axis=1)[:, scores.shape[1] - count, None]
+    above, level = scores > threshold, scores == threshold
     left = count - mx.sum(above, axis=1, keepdims=True)
     return above | (level & (mx.cumsum(level.astype(mx.int32), axis=1) <= left))
 
 
 def _numbers(chosen: mx.array, count: int) -> mx.array:
-    """(T, count) ascending columns of the ones that are true in each row of chosen (T, n)."""
-    most = chosen.shape[1]
-    numbers = mx.sort(mx.where(chosen, mx.arange(most), most), axis=1)[:, :count]
+    """(T, count) ascending columns that are true in each row of chosen (T, n)."""
+    width = chosen.shape[1]
+    numbers = mx.sort(mx.where(chosen, mx.arange(width), width), axis=1)[:, :count]
     # Where scores are NaN, none is chosen.
-    return mx.minimum(numbers, most - 1)
+    return mx.minimum(numbers, width - 1)
 
 
 def _exp(x: mx.array) -> mx.array:
-    """e^x for x (T, n), and zeros behind them up to whole lanes."""
+    """e^x for x (T, n), zero-padded to lanes."""
     return mx.exp(in_lanes(x, -math.inf))
 
 
 def with_biases(layout: RowLayout, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-    """Codes, scales and biases. MLX needs those; implied ones are the scales times a power of two."""
+    """Codes, scales and biases. Implied biases are the scales times a power of two."""
     if len(arrays) == 3 or layout.mxfp4:
         return arrays
     codes, scales = arrays
@@ -113,17 +110,17 @@ def with_biases(layout: RowLayout, arrays: tuple[mx.array, ...]) -> tuple[mx.arr
 
 
 def format_options(layout: RowLayout) -> dict[str, Any]:
-    """What MLX's quantised products are told of a format of 4 to 8 bits."""
+    """The options of MLX's quantised products for a format of 4 to 8 bits."""
     options = {"group_size": layout.group_size, "bits": layout.bits}
     return options | {"mode": "mxfp4"} if layout.mxfp4 else options
 
 
 @dataclass(frozen=True)
 class MlxExpertMatrix:
-    """A matrix of each of n experts, (n, R, C), in a bundle's codes; products are float32.
+    """One matrix for each of n experts, (n, R, C), in a bundle's codes; products are float32.
 
-    arrays: codes (n, R, C bits / 32) uint32, scales and biases (n, R, G), the latter unless they are made of
-    the scales; at 16 bits values (n, R, C). Scales of MXFP4 are uint8. added: (n, R) float32 biases of the
+    arrays: codes (n, R, C bits / 32) uint32, scales (n, R, G), and biases (n, R, G) unless the scales imply
+    them; at 16 bits values (n, R, C). Scales of MXFP4 are uint8. added: (n, R) float32 biases of the
     products, or None.
     """
 
@@ -139,16 +136,16 @@ class MlxExpertMatrix:
         x = x.astype(self.dtype)
         if self.layout.bits == 16:
             values = self.arrays[0].astype(self.dtype).swapaxes(-1, -2)
-            found = mx.gather_mm(x, values, rhs_indices=experts)
+            out = mx.gather_mm(x, values, rhs_indices=experts)
         else:
             codes, *pairs = self.arrays
             if not self.layout.mxfp4:
                 pairs = [it.astype(self.dtype) for it in pairs]
             affine = with_biases(self.layout, (codes, *pairs))
             options = format_options(self.layout)
-            found = mx.gather_qmm(x, *affine, rhs_indices=experts, transpose=True, **options)
-        found = found.astype(mx.float32)
-        return found if self.added is None else found + self.added[experts][:, :, None]
+            out = mx.gather_qmm(x, *affine, rhs_indices=experts, transpose=True, **options)
+        out = out.astype(mx.float32)
+        return out if self.added is None else out + self.added[experts][:, :, None]
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ class MlxExperts:
         """(T, k, D) the output of each of a token's experts (T, k), for x (T, D)."""
         rows, chosen = experts.shape
         if mlx_memory.on_cuda() and rows * chosen < CUDA_PRODUCTS:
-            # Held experts are multiplied for all tokens at once, others one by one, with equal bits.
+            # So that held experts, multiplied for all tokens at once, and single ones give equal bits.
             more = [(0, -(-CUDA_PRODUCTS // chosen) - rows), (0, 0)]
             x, experts = mx.pad(x, more), mx.pad(experts, more)
         x = x[:, None, None]
@@ -183,13 +180,13 @@ class MlxExperts:
         return self.down.product(hidden(gates, ups, spec), experts)[:rows, :, 0]
 
     def added_to(self, total: mx.array, x: mx.array, chosen: Chosen, spec: FeedForwardSpec) -> mx.array:
-        """total (T, D) plus the weighted outputs of each token's experts, in the order of their numbers."""
-        found = []
+        """total (T, D) plus the weighted outputs of each token's experts, in ascending order."""
+        chunks = []
         for start in range(0, x.shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             ids, weights, sums = chosen.ids[rows], chosen.weights[rows], total[rows]
             outputs = self.outputs(x[rows], ids, spec) * weights[:, :, None]
             for place in range(ids.shape[1]):
                 sums = sums + outputs[:, place]
-            found.append(sums)
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+            chunks.append(sums)
+        return chunks[0] if len(chunks) == 1 else mx.concatenate(chunks)

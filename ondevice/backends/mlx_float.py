@@ -1,7 +1,7 @@
-"""The MLX ops over float32 weights, dequantised when loaded and differentiable. Streams are trained on it.
+"""The MLX ops over float32 weights, dequantised when loaded and differentiable, for training streams.
 
 On MLX's CPU device, logits are within 1e-4 of `reference`'s, relative to the largest; on GPUs that round
-products further (TF32) they differ more. Different splits of a prompt need not give equal bits.
+products to TF32 they differ more. Different splits of a prompt need not give equal bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, cut_off, normed
+from ondevice.backends.mlx_ops import FloatLinear, MlxOps, activate, cut_off, normed
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.errors import BackendUnavailableError
@@ -31,7 +31,7 @@ from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)
-class MlxFeedForward:
+class FloatFeedForward:
     """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
 
     up: None in an ungated feed-forward.
@@ -42,18 +42,18 @@ class MlxFeedForward:
     down: mx.array
     biases: Biases = NO_BIASES
 
-    def first(self, count: int) -> MlxFeedForward:
+    def first(self, count: int) -> FloatFeedForward:
         """The first `count` neurons."""
         gate, up, down, gates = (
             None if array is None else array[:count]
             for array in (self.gate, self.up, self.down, self.biases.gates)
         )
-        return MlxFeedForward(gate, up, down, self.biases._replace(gates=gates))
+        return FloatFeedForward(gate, up, down, self.biases._replace(gates=gates))
 
     def gates(self, x: mx.array) -> mx.array:
         """(T, F) for the normed input x (T, D)."""
-        found = x @ self.gate.T
-        return found if self.biases.gates is None else found + self.biases.gates
+        gates = x @ self.gate.T
+        return gates if self.biases.gates is None else gates + self.biases.gates
 
     def output(self, x: mx.array, activated: mx.array, spec: FeedForwardSpec) -> mx.array:
         """(T, D) for the normed input x (T, D) and activated gates (T, F)."""
@@ -74,13 +74,13 @@ class MlxFloatBackend(MlxOps):
     def __init__(self) -> None:
         self._loader = ReferenceBackend()
 
-    def load_linear(self, source: LinearSource) -> MlxLinear:
+    def load_linear(self, source: LinearSource) -> FloatLinear:
         loaded = self._loader.load_linear(source)
-        return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
+        return FloatLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
 
-    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> MlxLinear:
+    def load_tiles(self, sections: Sequence[TiledSource], bias: Float32 | None = None) -> FloatLinear:
         loaded = self._loader.load_tiles(sections)
-        return MlxLinear(mx.array(loaded.weight), None if bias is None else mx.array(bias))
+        return FloatLinear(mx.array(loaded.weight), None if bias is None else mx.array(bias))
 
     def load_feed_forward(
         self,
@@ -88,28 +88,28 @@ class MlxFloatBackend(MlxOps):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
-        gates: MlxLinear | None = None,
+        gates: FloatLinear | None = None,
         dense: int | None = None,
-    ) -> MlxFeedForward:
-        # Every neuron is multiplied here: nothing is selected.
+    ) -> FloatFeedForward:
+        # Every neuron is multiplied, whatever the selector.
         loaded = self._loader.load_feed_forward(layer, source)
         up = None if loaded.up is None else mx.array(loaded.up)
-        return MlxFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
+        return FloatFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
 
     def load_embedding(
-        self, source: EmbeddingSource, offloaded: bool = False, head: MlxLinear | None = None
+        self, source: EmbeddingSource, offloaded: bool = False, head: FloatLinear | None = None
     ) -> EmbeddingSource:
         return source
 
-    def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+    def product(self, x: mx.array, weight: FloatLinear) -> mx.array:
         product = x @ weight.weight.T
         return product if weight.bias is None else product + weight.bias
 
-    def heads_product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+    def heads_product(self, x: mx.array, weight: FloatLinear) -> mx.array:
         heads, _, cols = x.shape
         return x @ weight.weight.reshape(heads, -1, cols).swapaxes(1, 2)
 
-    def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm | None, weight: FloatFeedForward) -> None:
         """Everything is in memory."""
 
     def mixture(self, *arguments: Any, **options: Any) -> mx.array:
@@ -118,7 +118,7 @@ class MlxFloatBackend(MlxOps):
     def feed_forward(
         self,
         x: mx.array,
-        weight: MlxFeedForward,
+        weight: FloatFeedForward,
         spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,

@@ -1,7 +1,7 @@
-"""Keys and values of one cache as MLX arrays: per layer one for keys and one for values, in whole blocks.
+"""Keys and values of one cache as MLX arrays: one of keys and one of values per layer, in blocks.
 
-MLX arrays are immutable, so a write makes a new array and gradients pass through. MLX writes in place if
-nothing else holds the old array, which is always so here.
+A write gives a new array, so that gradients pass through. MLX writes in place, as nothing else holds the old
+array.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _POSITIONS = 1
 
 
 def no_block(nbytes: int) -> None:
-    """A `SequenceState`'s allocator of blocks over `MlxKV`, without a plan: the arrays hold everything."""
+    """None: the block allocator of a `SequenceState` over `MlxKV`, whose arrays hold everything."""
 
 
 class MlxKV:
-    """`KVArrays`: keys (KVH, room, Dh) and values, as wide as these are, for every layer with its own.
+    """`KVArrays`: keys (KVH, room, Dh) and values (KVH, room, value width) for every layer that stores them.
 
     At 8 bits they are int8 codes of these shapes and float32 scales (KVH, room, 1), as in `KVLayout`. They
     are read as float32; on a GPU as float16, unless stored in float32. In latent attention a layer has one
-    array of latents and what turns (1, room, width), and at 8 bits a scale of either. Layers without keys
+    array of latents and rotary parts (1, room, width), and at 8 bits a scale of each. Layers without keys
     have none.
     """
 
@@ -54,7 +54,7 @@ class MlxKV:
                 self._layers.append([codes, *scales, values, *scales])
 
     def resize(self, blocks: int) -> None:
-        """Make room for `blocks` blocks of positions; what is stored in them stays.
+        """Make room for `blocks` blocks of positions; stored ones that still fit stay.
 
         A layer's arrays grow when a pass first writes to them: growing costs no wait, and only one layer's
         arrays exist twice at a time. Arrays shrink at once. Raises MemoryError for more room than the system
@@ -73,7 +73,7 @@ class MlxKV:
                 elif not room:
                     layer[index] = mx.zeros((part.shape[0], 0, part.shape[2]), dtype=part.dtype)
                 elif room < part.shape[_POSITIONS]:
-                    # An array that can't be cut for want of memory still has room for every block.
+                    # Without memory for the smaller copy, the larger array stays.
                     with suppress(MemoryError):
                         layer[index] = self._known(_copied(part, room))
                 del part
@@ -101,10 +101,9 @@ class MlxKV:
             held[index] = mx.slice_update(held[index], part, start, [_POSITIONS])
 
     def read(self, layer: int, length: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of places 0 .. length - 1, as stored: (KVH, length, Dh) each. In latent attention
-        both are the keys, (1, length, width), whose first dimensions are the values.
-
-        They are views if they are stored in the type in which they are read.
+        """Keys and values of places 0 .. length - 1: (KVH, length, Dh) each. In latent attention both are the
+        keys, (1, length, width), whose first dimensions are the values. Views, if the stored type is the
+        type read.
         """
         parts, latent = [part[:, :length] for part in self._layers[layer]], self.layout.heads[layer].latent
         if latent:
@@ -122,7 +121,7 @@ class MlxKV:
     def move(self, source: int, target: int) -> None:
         """Copy the keys and values at place `source`, of every layer, to place `target`."""
         moved = [[mx.take(part, mx.array([source]), axis=_POSITIONS) for part in it] for it in self._layers]
-        # Evaluated first: a pending copy of a place holds its whole array, so the update would copy that.
+        # Evaluated first: a pending copy holds its array, so the update would copy all of it.
         self._waits.wait(*(part for parts in moved for part in parts))
         start = mx.array([target])
         for layer, parts in zip(self._layers, moved, strict=True):
@@ -148,7 +147,7 @@ class MlxKV:
         self._waits.wait(held[array])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The layer of a part, and its number among that layer's arrays."""
+        """The layer of a part, and the part's index among the layer's arrays."""
         layer = 0
         while index >= len(self._layers[layer]):
             index -= len(self._layers[layer])
@@ -156,7 +155,7 @@ class MlxKV:
         return layer, index
 
     def _latent_parts(self, layer: int, x: mx.array) -> list[mx.array]:
-        """x (T, 1, width), latents and what turns, as stored: values, or codes and the scales of either."""
+        """x (T, 1, width), latents and rotary parts, as stored: values, or codes and two scales."""
         rank = self.layout.heads[layer].latent
         codes, *scales = zip(self._parts(x[:, :, :rank]), self._parts(x[:, :, rank:]), strict=True)
         return [mx.concatenate(list(codes), axis=-1), *(scale for both in scales for scale in both)]
@@ -179,7 +178,7 @@ def _nbytes(part: mx.array, room: int) -> int:
 
 
 def _copied(part: mx.array, room: int) -> mx.array:
-    """A copy of `part`, (KVH, positions, ...), padded or cut to (KVH, room, ...); never a view."""
+    """A copy, never a view, of `part` (KVH, positions, ...), padded or cut to (KVH, room, ...)."""
     heads, positions, width = part.shape
     empty = mx.zeros((heads, max(0, room - positions), width), dtype=part.dtype)
     return mx.concatenate([part[:, :room], empty], axis=_POSITIONS)

@@ -1,4 +1,4 @@
-"""Matrices that every token meets, as the MLX backend loads them: in a bundle's own codes, row by row."""
+"""Matrices that every token multiplies, loaded by the MLX backend row by row in the bundle's codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ondevice.bundle.matrix_layout import RowLayout
 class MlxLinear:
     """A loaded matrix (N, K), with a bias (N,) or None.
 
-    sections: what its rows are read from, in order. Neighbours of one format become one MlxMatrix.
+    sections: sources of its rows, in order. Neighbours of one format become one MlxMatrix.
     """
 
     def __init__(self, sections: Sequence[LinearSource], bias: Float32 | None, dtype: mx.Dtype) -> None:

@@ -1,4 +1,4 @@
-"""Quantised matrices in a bundle's own codes, as MLX multiplies them on its default device."""
+"""Quantised matrices in a bundle's codes, multiplied on MLX's default device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class MlxMatrix:
-    """A matrix (N, K) in a bundle's quantisation and codes; products are float32.
+    """A matrix (N, K) in a bundle's codes; products are float32.
 
-    dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
-    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K), and
-    no biases where none are stored. Scales of MXFP4 are uint8. spaced: whether rows lie
-    apart, in records.
+    dtype: the type of the products' inputs. arrays: codes (N, K bits / 32) uint32, scales (N, G), and biases
+    (N, G) where they are stored; at 16 bits values (N, K). Scales of MXFP4 are uint8. spaced: whether there
+    are gaps between rows, as in records.
     """
 
     layout: RowLayout
@@ -43,12 +42,12 @@ class MlxMatrix:
         return self._product(x.astype(self.dtype), transpose=False)[:, : self.layout.cols]
 
     def copy(self) -> MlxMatrix:
-        """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
+        """A copy with values, scales and biases in `dtype`. Not evaluated."""
         codes, *pairs = self.arrays if self.layout.bits == 16 else with_biases(self.layout, self.arrays)
-        own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
+        values = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
         dtype = mx.uint8 if self.layout.mxfp4 else self.dtype
         pairs = [mx.contiguous(pair.astype(dtype)) for pair in pairs]
-        return MlxMatrix(self.layout, self.dtype, (own, *pairs))
+        return MlxMatrix(self.layout, self.dtype, (values, *pairs))
 
     def _padded(self, x: mx.array) -> mx.array:
         """x (..., K) in `dtype`, with zeros where the stored rows have padding."""
@@ -58,34 +57,34 @@ class MlxMatrix:
 
     def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
-            found = x @ (self.arrays[0].swapaxes(-1, -2) if transpose else self.arrays[0])
+            product = x @ (self.arrays[0].swapaxes(-1, -2) if transpose else self.arrays[0])
         else:
             affine = with_biases(self.layout, self.arrays)
             if mlx_memory.on_cuda():
                 x, affine = self._for_cuda(x, affine, transpose)
-            found = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
-        return found.astype(mx.float32)
+            product = mx.quantized_matmul(x, *affine, transpose=transpose, **format_options(self.layout))
+        return product.astype(mx.float32)
 
     def _for_cuda(
         self, x: mx.array, affine: tuple[mx.array, ...], transpose: bool
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """x and quantised arrays as MLX's kernels for CUDA take them; other devices need none of it."""
-        if self.spaced:  # It refuses such rows. Other devices copy them by themselves.
+        """x and quantised arrays in the form that MLX's CUDA kernels need."""
+        if self.spaced:  # CUDA kernels refuse gaps between rows. Other devices copy them.
             affine = tuple(map(mx.contiguous, affine))
         if transpose and self.layout.groups == 1:
-            # Its kernel for one group and several rows gave values that weren't finite, on a Hopper GPU.
+            # The kernel for one group and several rows gives values that aren't finite on Hopper GPUs.
             x, affine = _doubled(x), tuple(map(_doubled, affine))
         return x, affine
 
 
 def _doubled(x: mx.array) -> mx.array:
-    """x (..., n) with n zeros behind each row."""
+    """x (..., n) with n zeros after each row."""
     return mx.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, x.shape[-1])])
 
 
 @cache
 def _multiplies_mxfp4() -> bool:
-    # Two groups: on CUDA a product of one has a kernel of its own.
+    # Two groups, as CUDA has a separate kernel for one.
     codes, scales = mx.zeros((32, 8), mx.uint32), mx.full((32, 2), 127, mx.uint8)
     try:
         product = mx.quantized_matmul(mx.zeros((1, 64)), codes, scales, group_size=32, bits=4, mode="mxfp4")

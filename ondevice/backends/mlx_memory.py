@@ -1,8 +1,8 @@
-"""MLX's memory: checked against the system before MLX's CPU device takes it, and limited.
+"""MLX's memory: checked against the system before MLX's CPU device allocates it, and limited.
 
-MLX has one set of limits per process. They follow the plans of the loaded models. Every budget bounds the
-whole process, so with several models the largest counts. The limits from before the first model come back
-when the last one closes; only malloc's mapping of large blocks stays, as it can't be undone.
+MLX has one set of limits per process. Every budget bounds the process, so with several models the largest
+counts. The limits from before the first model come back when the last one closes; only malloc's mapping of
+large blocks stays, as it can't be undone.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ _before: tuple[int, int, int] | None = None
 def on_cuda() -> bool:
     """Whether MLX's default device is a CUDA GPU.
 
-    Its driver moves arrays between host and GPU by itself, page by page, and loses what a read past the page
-    cache brings meanwhile. So nothing is read from flash straight into arrays.
+    Its driver moves pages between host and GPU, and loses direct reads that arrive meanwhile. So nothing is
+    read from flash straight into arrays.
     """
     return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
 
 @contextmanager
 def allocation() -> Iterator[None]:
-    """Turns the RuntimeError that MLX raises for want of memory into a MemoryError, and that for want of what
-    its kernels are compiled with into a BackendUnavailableError."""
+    """Turns MLX's RuntimeError into a MemoryError if memory is lacking, and into a BackendUnavailableError if
+    its kernels can't be compiled.
+    """
     try:
         yield
     except RuntimeError as error:
         if "Failed to compile kernel" in str(error):
-            said = _first_error(error)
+            message = _first_error(error)
             remedy = "use --backend cpu"
-            if "open source file" in said:
+            if "open source file" in message:
                 remedy = (
                     f"for CUDA 13, pip install 'nvidia-cuda-crt==13.*' brings missing headers; or {remedy}"
                 )
             raise BackendUnavailableError(
-                f"--backend mlx: MLX can't compile its kernels for this GPU ({said}); {remedy}"
+                f"--backend mlx: MLX can't compile its kernels for this GPU ({message}); {remedy}"
             ) from error
         if "alloc" not in str(error):
             raise
@@ -61,14 +62,14 @@ def allocation() -> Iterator[None]:
 
 
 def _first_error(error: RuntimeError) -> str:
-    """The first error that a compiler named, without the file's path, or what it said first."""
+    """The compiler's first error without the file's path, or its first line."""
     lines = str(error).splitlines()
     return next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
 
 
 def require_memory(nbytes: int) -> None:
-    """Raises MemoryError if the system refuses `nbytes` bytes; keeps none of them."""
-    # MLX's CPU device doesn't check whether it got its memory.
+    """Raises MemoryError if the system refuses `nbytes` bytes; allocates nothing."""
+    # MLX's CPU device doesn't check its allocations.
     try:
         mmap(-1, max(1, nbytes)).close()
     except OSError as error:
@@ -97,14 +98,14 @@ def known(*arrays: mx.array) -> None:
 
 
 class Synchronisations:
-    """Count and total seconds of the host's waits for MLX's computations."""
+    """Number and total seconds of the host's waits for MLX."""
 
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
 
     def wait(self, *arrays: mx.array) -> None:
-        """Wait as `known` does, and count it. Raises MemoryError."""
+        """Wait until `arrays` are computed. Raises MemoryError."""
         started = time.perf_counter()
         known(*arrays)
         self.count += 1
@@ -122,7 +123,7 @@ class MlxLimits:
         self.keep_to(budget_bytes)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Follow a new budget. Evaluations wait for memory beyond it; a GPU wires as much of it as it may."""
+        """Follow a new budget. Evaluations wait for memory beyond it; a GPU wires up to it."""
         global _before
         with _lock:
             if _before is None:
@@ -154,5 +155,5 @@ def _set(cache_bytes: int, memory_bytes: int, wired_bytes: int | None = None) ->
     before = mx.set_cache_limit(cache_bytes), mx.set_memory_limit(memory_bytes)
     if not mx.metal.is_available():
         return *before, 0
-    most = int(mx.device_info()["max_recommended_working_set_size"])
-    return *before, mx.set_wired_limit(min(memory_bytes, most) if wired_bytes is None else wired_bytes)
+    max_bytes = int(mx.device_info()["max_recommended_working_set_size"])
+    return *before, mx.set_wired_limit(min(memory_bytes, max_bytes) if wired_bytes is None else wired_bytes)

@@ -1,7 +1,7 @@
 """The ops that both backends over `mlx.core` arrays share: attention, keys and values, streams, activations.
 
 Activations are float32. Only `to_numpy` leaves MLX's graph, so `mx.grad` reaches through all other ops, and
-through keys and values too. MLX is lazy: a pass computes nothing until a result is asked for.
+through keys and values too. MLX is lazy: a pass computes nothing until a result is needed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,16 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.mlx_states import MlxRecurrentOps
-from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
+from ondevice.backends.row_sums import MIN_MEAN_SQUARE
 from ondevice.backends.stored_rows import table_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import (
-    CLAMP,
-    SWISH_SLOPE,
-    Activation,
-    AttentionSpec,
-    FeedForwardSpec,
-    LatentSpec,
-)
+from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LatentSpec
 from ondevice.records import dataclass
 
 
 @dataclass(frozen=True)
-class MlxLinear:
+class FloatLinear:
     """A float matrix. weight: (N, K); bias: (N,) or None."""
 
     weight: mx.array
@@ -85,22 +78,23 @@ class MlxOps(MlxRecurrentOps):
         tree: TokenTree | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        tokens, turns = qkv.shape[0], (mx.array(cos), mx.array(sin))
+        tokens, rope_tables = qkv.shape[0], (mx.array(cos), mx.array(sin))
         heads, keys, width, latent, _ = sizes = kv.layout.heads[layer]
         keys_end = qkv.shape[1] if latent or spec.keys_of is not None else (heads + keys) * width
         parts = qkv[:, :keys_end].reshape(tokens, -1, width)
         if latent:
-            turned = mx.concatenate([parts[:, :, :latent], _turned(parts[:, :, latent:], *turns)], axis=-1)
-            q = turned[:, :heads]
-            kv.arrays.write(layer, turned[:, heads:], None, position)
+            rotary = _rotated(parts[:, :, latent:], *rope_tables)
+            rotated = mx.concatenate([parts[:, :, :latent], rotary], axis=-1)
+            q = rotated[:, :heads]
+            kv.arrays.write(layer, rotated[:, heads:], None, position)
         else:
             q, k = mx.split(parts, [heads], axis=1)
             v = qkv[:, keys_end:].reshape(tokens, -1, sizes.value_width)
-            q = _turned(q if norms is None else _normed_heads(q, norms.q, norms.together), *turns)
+            q = _rotated(q if norms is None else _normed_heads(q, norms.q, norms.together), *rope_tables)
             if spec.keys_of is None:
                 if norms is not None and norms.k is not None:
                     k, v = _normed_heads(k, norms.k, norms.together), normed(v, norms.v)
-                kv.arrays.write(layer, _turned(k, *turns), v, position)
+                kv.arrays.write(layer, _rotated(k, *rope_tables), v, position)
         stored = kv.arrays.read(layer, position + tokens)
         q = q.astype(stored[0].dtype).swapaxes(0, 1)
         if spec.soft_cap:
@@ -111,12 +105,12 @@ class MlxOps(MlxRecurrentOps):
             context = _capped_attention(q, stored, spec, _visible(position, tokens, spec.window, tree))
         else:
             mask = _mask(position, tokens, spec.window, tree)
-            own = None if sinks is None else sinks.astype(q.dtype)
+            head_sinks = None if sinks is None else sinks.astype(q.dtype)
             context = mx.fast.scaled_dot_product_attention(
-                *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=own
+                *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask, sinks=head_sinks
             )[0]
         if latent:
-            # Values as wide as keys cost less than a copy of their first dimensions, which MLX would make.
+            # Values as wide as keys cost less than a copy of their first dimensions.
             context = context[:, :, :latent]
         return context.swapaxes(0, 1).reshape(tokens, -1).astype(mx.float32)
 
@@ -131,8 +125,8 @@ class MlxOps(MlxRecurrentOps):
         return mx.concatenate([of_heads.reshape(tokens, -1), normed(latent, weights.norm), key], axis=1)
 
     def linear_heads(self, x: mx.array, weight: Any, heads: int) -> mx.array:
-        found = self.heads_product(x.reshape(x.shape[0], heads, -1).swapaxes(0, 1), weight)
-        return found.swapaxes(0, 1).reshape(x.shape[0], -1)
+        product = self.heads_product(x.reshape(x.shape[0], heads, -1).swapaxes(0, 1), weight)
+        return product.swapaxes(0, 1).reshape(x.shape[0], -1)
 
     def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
         return x + normed(y, norm)
@@ -143,18 +137,18 @@ class MlxOps(MlxRecurrentOps):
     def gated(self, x: mx.array, y: mx.array, activation: Activation) -> mx.array:
         return activate(x, activation) * y
 
-    def products(self, x: mx.array, weight: mx.array) -> mx.array:
+    def small_linear(self, x: mx.array, weight: mx.array) -> mx.array:
         return x @ weight.T
 
-    def as_large(self, x: mx.array, other: mx.array) -> mx.array:
-        target, own = (mx.mean(mx.square(rows), axis=-1, keepdims=True) for rows in (other, x))
-        return x * mx.sqrt(target / mx.maximum(own, LEAST_MEAN_SQUARE.item()))
+    def match_rms(self, x: mx.array, other: mx.array) -> mx.array:
+        target, mean_square = (mx.mean(mx.square(rows), axis=-1, keepdims=True) for rows in (other, x))
+        return x * mx.sqrt(target / mx.maximum(mean_square, MIN_MEAN_SQUARE.item()))
 
     def soft_cap(self, x: mx.array, cap: float) -> mx.array:
         return cap * mx.tanh(x / cap)
 
     def prefetch_experts(self, *arguments: Any) -> None:
-        """Nothing to do: experts are prefetched by `cpu` alone."""
+        """Nothing to do: only `cpu` prefetches experts."""
 
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
@@ -185,17 +179,17 @@ class MlxOps(MlxRecurrentOps):
 
 
 def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.array:
-    """What the down projection multiplies: activation(gates) * ups, or activation(gates) without ups."""
-    found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
+    """The down projection's input: activation(gates) * ups, or activation(gates) without ups."""
+    activated = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
     if ups is None:
-        return found
+        return activated
     if spec.activation == "clamped_swish":
-        return found * (mx.clip(ups, -spec.clamp, spec.clamp) + 1.0)
-    return found * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
+        return activated * (mx.clip(ups, -spec.clamp, spec.clamp) + 1.0)
+    return activated * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
 
 
 def cut_off(gates: mx.array, deviations: float | None) -> mx.array:
-    """All of a token's gates, (T, F), after a statistical cutoff, if there is one."""
+    """All gates (T, F) after the statistical cutoff, if there is one."""
     if deviations is None:
         return gates
     mean, deviation = (of(gates, axis=1, keepdims=True) for of in (mx.mean, mx.std))
@@ -237,20 +231,20 @@ def normed(x: mx.array, norm: Norm | None) -> mx.array:
         return x
     if norm.centred:
         return mx.fast.layer_norm(x, norm.weight, norm.bias, norm.eps)
-    found = mx.fast.rms_norm(x, norm.weight, norm.eps)
-    return found if norm.bias is None else found + norm.bias
+    out = mx.fast.rms_norm(x, norm.weight, norm.eps)
+    return out if norm.bias is None else out + norm.bias
 
 
 def _normed_heads(heads: mx.array, norm: Norm, together: bool) -> mx.array:
-    """heads (T, H, Dh), each of them normed, or all of a token as one vector."""
+    """heads (T, H, Dh), each normed, or with `together` all of a token as one vector."""
     if together:
         return normed(heads.reshape(heads.shape[0], -1), norm).reshape(heads.shape)
     width = heads.shape[2]
     if norm.weight.size == width:
         return normed(heads, norm)
     plain = normed(heads, Norm(mx.ones(width), norm.eps, None, norm.centred))
-    found = plain * norm.weight.reshape(-1, width)
-    return found if norm.bias is None else found + norm.bias.reshape(-1, width)
+    out = plain * norm.weight.reshape(-1, width)
+    return out if norm.bias is None else out + norm.bias.reshape(-1, width)
 
 
 def _capped_attention(
@@ -264,7 +258,7 @@ def _capped_attention(
     return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1) @ values
 
 
-def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """x (T, H, Dh) rotated by halves with cos and sin (T, Dh / 2)."""
     first, second = mx.split(x, 2, axis=-1)
     c, s = cos[:, None], sin[:, None]

@@ -1,7 +1,7 @@
 """The ops of the MLX backend in the shapes of one model, to be measured for row invariance.
 
-On a GPU, MLX chooses kernels by a matrix's shape, by the number of rows and by the number of keys, so all are
-as they run. Its CPU device computes each output by itself, so there a few outputs of each matrix are enough.
+On a GPU, MLX chooses kernels by a matrix's shape and the numbers of rows and keys, so all are as in a pass.
+On MLX's CPU device a few outputs of each matrix are enough, as each is computed separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ondevice.backends.mlx_ops import MlxOps, cut_off, hidden, normed
 from ondevice.backends.mlx_states import MlxBuffer, Slot, state_shapes
 from ondevice.backends.mlx_weights import MlxNeurons
 from ondevice.backends.recurrent import Ahead, DeltaWeights, MixerWeights
-from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
+from ondevice.backends.row_invariance import MAX_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.matrix_layout import RowLayout, padded
 from ondevice.bundle.tiles import rows_format
@@ -45,26 +45,25 @@ from ondevice.model_config import (
 from ondevice.records import dataclass
 
 KEYS = (1, 1016, 1025, 4088)
-"""Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
-4,088, some rows see fewer alone and more together, whichever side the limit itself is on."""
+"""Numbers of keys before the rows. Attention kernels change at 1,024 and 4,096 keys; from 1,016 and 4,088 on,
+a row alone is below the limit and rows together are above it."""
 CPU_OUTPUTS = 64
-"""Outputs of a matrix that are computed on MLX's CPU device."""
+"""Outputs of a matrix computed on MLX's CPU device."""
 CPU_NEURONS = 256
-"""Neurons that are selected from on MLX's CPU device."""
+"""Neurons to select from on MLX's CPU device."""
 FIRING = 0.1
-"""Share of neurons that a row selects, unless zeros decide it."""
-MOST_BYTES = 1 << 30
-"""Memory within which MLX measures: more than a head's matrix takes, the largest one."""
-BINARY = TokenTree([-1, *((node - 1) // 2 for node in range(1, MOST_ROWS))])
+"""Share of neurons that a row selects, unless the activation gives zeros."""
+MAX_BYTES = 1 << 30
+"""Bytes of MLX's memory limit while measuring: more than the largest matrix, the output head."""
+BINARY = TokenTree([-1, *((node - 1) // 2 for node in range(1, MAX_ROWS))])
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What decides the ops of a model's pass.
+    """The shapes that decide the ops of a model's pass.
 
-    linears: (rows, columns, format) of the matrices that every token meets, neurons' gate and up rows among
-    them. segment_sizes: numbers of neurons that are multiplied at once. selects: whether only some neurons
-    of a segment are.
+    linears: (rows, columns, format) of the matrices that every token multiplies, including neurons' gate and
+    up rows. segment_sizes: numbers of neurons multiplied at once. selects: whether neurons are selected.
     """
 
     config: ModelConfig
@@ -77,22 +76,22 @@ class ModelShapes:
 
 
 def row_invariance(shapes: ModelShapes) -> RowInvariance:
-    """Measure a model's ops on MLX's default device; a second time, return what was found before."""
+    """The row invariance of a model's ops on MLX's default device, measured once per process."""
     return _measured(shapes, f"mlx-{mx.default_device().type.name}", mx.__version__)
 
 
 @lru_cache(maxsize=64)
 def _measured(shapes: ModelShapes, device: str, version: str) -> RowInvariance:
-    """device and version: of MLX, which with the shapes decide what is found. Kept for this process only.
+    """Measure. device and version: MLX's, as keys of the cache.
 
-    A file would outlive the libraries that MLX multiplies with, and a wrong width changes texts.
+    It isn't stored in a file: that would outlive MLX's libraries, and a wrong width changes texts.
     """
-    # MLX keeps none of the memory, so that the process is as small afterwards as it was.
-    limits = MlxLimits(cache_bytes=0, budget_bytes=MOST_BYTES)
+    # MLX's cache is off, so that measuring leaves no memory allocated.
+    limits = MlxLimits(cache_bytes=0, budget_bytes=MAX_BYTES)
     try:
         ops = _Ops(shapes)
-        widths, found = measured(ops)
-        return RowInvariance(device, widths, found, ops.skips_zeros())
+        widths, op_widths = measured(ops)
+        return RowInvariance(device, widths, op_widths, ops.skips_zeros())
     finally:
         mx.synchronize()
         limits.restore()
@@ -109,7 +108,7 @@ class _Ops:
         self._random = np.random.default_rng(0)
 
     def __iter__(self) -> Iterator[RowOp]:
-        """Every op. One is measured before the next is made, so that one op's weights are in memory."""
+        """Yields every op; only one op's weights are in memory at a time."""
         config, shapes = self._config, self._shapes
         weight = mx.array(self._values(config.hidden_size))
         norm = Norm(weight, config.norm.eps, None, config.norm.kind == "layer")
@@ -138,7 +137,7 @@ class _Ops:
         yield from self._blocks()
         # A layer that reads the keys of another attends as that one does.
         attending = (layer.attention for layer in config.layers if layer.attends)
-        for spec in sorted({replace(own, keys_of=None) for own in attending}, key=repr):
+        for spec in sorted({replace(it, keys_of=None) for it in attending}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
                 yield self._chain(keys, spec)
                 yield self._tree(keys, spec)
@@ -147,9 +146,9 @@ class _Ops:
             yield from self._recurrent(recurrent)
 
     def _blocks(self) -> Iterator[RowOp]:
-        """Ops of blocks that few models have, but for their matrices."""
+        """Ops of blocks that few models have, without their matrices."""
         config, ops = self._config, MlxOps()
-        hidden, width, copies = config.hidden_size, config.per_layer_width, config.residual_copies
+        hidden, width, streams = config.hidden_size, config.per_layer_width, config.residual_copies
         if width:
             norm = Norm(mx.array(self._values(width)), config.norm.eps)
 
@@ -162,14 +161,14 @@ class _Ops:
             yield _row_op(
                 "gated inputs", lambda x: ops.gated(x[:, :width], x[:, width:], config.activation), gated
             )
-        if copies > 1:
+        if streams > 1:
             pairs = self._input(2 * hidden)
-            yield _row_op("size of copies", lambda x: ops.as_large(x[:, :hidden], x[:, hidden:]), pairs)
-            for rows, cols in ((copies, hidden), (copies * copies, copies), (copies, copies)):
+            yield _row_op("size of copies", lambda x: ops.match_rms(x[:, :hidden], x[:, hidden:]), pairs)
+            for rows, cols in ((streams, hidden), (streams * streams, streams), (streams, streams)):
                 weight = mx.array(self._values(rows, cols))
                 yield _row_op(
                     f"product {rows} x {cols} of the copies",
-                    lambda x, weight=weight: ops.soft_cap(ops.products(x, weight), 1.0),  # type: ignore[misc]
+                    lambda x, weight=weight: ops.soft_cap(ops.small_linear(x, weight), 1.0),  # type: ignore[misc]
                     self._input(cols),
                 )
         if config.experts is not None:
@@ -194,18 +193,18 @@ class _Ops:
         return _row_op(name, lambda x: normed(x, norm), self._input(width))
 
     def _of_heads(self, rows: int, cols: int) -> RowOp:
-        """Each head's own product by a matrix (rows, cols), of latent attention."""
+        """The product of each head by a matrix (rows, cols), in latent attention."""
         heads = self._config.num_heads
         matrix = self._matrix(heads * rows, cols, self._shapes.quant.plain)
 
         def product(x: mx.array) -> mx.array:
-            found = matrix.heads_product(x.reshape(x.shape[0], heads, cols).swapaxes(0, 1))
-            return found.swapaxes(0, 1)
+            out = matrix.heads_product(x.reshape(x.shape[0], heads, cols).swapaxes(0, 1))
+            return out.swapaxes(0, 1)
 
         return _row_op(f"product {rows} x {cols} of {heads} heads", product, self._input(heads * cols))
 
     def _mixture(self, spec: ExpertsSpec) -> Iterator[RowOp]:
-        """The choice of experts, and the products of as many as a token chooses."""
+        """The choice of experts, and the products of a token's experts."""
         config, quant = self._config, self._shapes.quant
         bias = mx.array(self._values(spec.count)) if spec.choice_bias else None
 
@@ -215,13 +214,13 @@ class _Ops:
 
         yield _row_op("choice of experts", chosen, self._input(spec.count))
         if spec.layout == "neurons":
-            # Their products are those of as many neurons together, which are among the others.
+            # Their products are those of segments of neurons.
             return
 
         def stack(rows: int, cols: int, stored: RowFormat) -> MlxExpertMatrix:
-            found = self._matrix(spec.chosen * rows, cols, stored)
-            parts = (array.reshape(spec.chosen, rows, -1) for array in found.arrays)
-            return MlxExpertMatrix(found.layout, self._dtype, tuple(parts))
+            matrix = self._matrix(spec.chosen * rows, cols, stored)
+            parts = (array.reshape(spec.chosen, rows, -1) for array in matrix.arrays)
+            return MlxExpertMatrix(matrix.layout, self._dtype, tuple(parts))
 
         formats = {(quant.of("experts", it), quant.of("experts_down", it)) for it in config.expert_layers}
         for of_rows, of_down in sorted(formats):
@@ -240,13 +239,13 @@ class _Ops:
             yield _row_op("experts", outputs, self._input(config.hidden_size))
 
     def skips_zeros(self) -> bool:
-        """Whether a row's product over neurons has the same bits without those whose gate is zero."""
+        """Whether a row's product over neurons has the same bits without neurons whose gate is zero."""
         if not self._config.zeros_gates:
             return False
         selected = _Selected(
             self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward
         )
-        return all(selected.alone(row).tobytes() == selected.dense(row).tobytes() for row in range(MOST_ROWS))
+        return all(selected.alone(row).tobytes() == selected.dense(row).tobytes() for row in range(MAX_ROWS))
 
     def _outputs(self, rows: int) -> int:
         return rows if self._on_gpu else min(rows, CPU_OUTPUTS)
@@ -255,10 +254,10 @@ class _Ops:
         return self._random.standard_normal(shape, dtype=np.float32)
 
     def _input(self, width: int) -> mx.array:
-        return mx.array(self._values(MOST_ROWS, width))
+        return mx.array(self._values(MAX_ROWS, width))
 
     def _matrix(self, rows: int, cols: int, stored: RowFormat) -> MlxMatrix:
-        # MLX multiplies rows, with biases, implied or not.
+        # MLX multiplies rows, not tiles.
         stored = rows_format(stored)
         kind: Scales = "mxfp4" if stored.mxfp4 else "affine"
         layout, dtype = RowLayout(cols, stored.bits, stored.group_size, kind), self._dtype
@@ -290,37 +289,37 @@ class _Ops:
             yield MlxNeurons(None, None, self._matrix(outputs, count, stored), sliced=True)
 
     def _selected(self) -> RowOp:
-        """The product of those neurons that a row selects, beside those that other rows select."""
+        """The product of the neurons that a row selects, alone and with those of other rows."""
         selected = _Selected(
             self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward
         )
         return RowOp("selected neurons", selected.alone, selected.together)
 
     def _chain(self, keys: int, spec: AttentionSpec) -> RowOp:
-        """Attention of rows that follow each other, behind `keys` keys."""
+        """Attention of a chain of rows after `keys` keys."""
         attention = _Attention(self._shapes, self._random, keys, spec)
         name = f"attention, chain behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_chain, attention.chain, "chain")
 
     def _tree(self, keys: int, spec: AttentionSpec) -> RowOp:
-        """Attention of rows that follow each other as nodes of a binary tree."""
+        """Attention of a binary tree of rows after `keys` keys."""
         attention = _Attention(self._shapes, self._random, keys, spec)
         name = f"attention, tree behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_path, attention.tree, "tree")
 
     def _recurrent(self, spec: RecurrentSpec) -> Iterator[RowOp]:
-        """What a state gives rows that follow each other, and those of a binary tree."""
+        """The recurrent rule over a chain of rows, and over a binary tree."""
         name = "short convolution"
         if isinstance(spec, Mamba2Spec):
             name = f"mixer of {spec.heads} heads, norm {spec.norm}"
             if not self._on_gpu:
-                # As many groups as leave the width that is normed together.
-                same = gcd(spec.groups, spec.norm_groups)
+                # Fewer groups, without changing the width that is normed together.
+                shared = gcd(spec.groups, spec.norm_groups)
                 spec = replace(
                     spec,
-                    groups=spec.groups // same,
-                    heads=spec.heads // same,
-                    norm_groups=spec.norm_groups // same,
+                    groups=spec.groups // shared,
+                    heads=spec.heads // shared,
+                    norm_groups=spec.norm_groups // shared,
                 )
         elif isinstance(spec, DeltaSpec):
             name = f"delta rule of {spec.value_heads} heads"
@@ -332,7 +331,7 @@ class _Ops:
 
 
 class _Recurrence:
-    """A layer's state, and rows that run ahead of it, or one by one through it."""
+    """A layer's state, and rows that run ahead of it or go one by one through it."""
 
     def __init__(self, spec: RecurrentSpec, random: np.random.Generator, eps: float) -> None:
         def values(*shape: int) -> mx.array:
@@ -340,8 +339,8 @@ class _Recurrence:
 
         conv = values(spec.taps, spec.channels)
         self._spec, self._ops, self._weights = spec, MlxOps(), conv
-        self._projected = values(MOST_ROWS, sum(spec.projections.values()))
-        self._gates = values(MOST_ROWS, spec.gate_floats)
+        self._projected = values(MAX_ROWS, sum(spec.projections.values()))
+        self._gates = values(MAX_ROWS, spec.gate_floats)
         if isinstance(spec, DeltaSpec):
             heads, norm = spec.value_heads, Norm(mx.ones(spec.value_width), eps)
             self._weights = DeltaWeights(conv, -mx.exp(values(heads)), values(heads), norm)
@@ -351,14 +350,14 @@ class _Recurrence:
             decay, norm = -mx.exp(values(spec.heads)), Norm(mx.ones(spec.value_size), eps)
             self._weights = MixerWeights(conv, bias, decay, time_bias, skip, norm)
         first = tuple(0.1 * values(*shape) for shape in state_shapes(spec))
-        self._behind: dict[tuple[int, ...], tuple[mx.array, ...]] = {(): first}
+        self._states_after: dict[tuple[int, ...], tuple[mx.array, ...]] = {(): first}
 
     def after_chain(self, row: int) -> Float32:
-        """The row behind those before it, each by itself."""
+        """The row after those before it, each in a separate pass."""
         return self._alone(tuple(range(row + 1)))
 
     def after_path(self, row: int) -> Float32:
-        """The row behind those on its path through a binary tree, each by itself."""
+        """The row after those on its path through a binary tree, each in a separate pass."""
         return self._alone(tuple(BINARY.path(row)))
 
     def chain(self, rows: int) -> Float32:
@@ -368,17 +367,17 @@ class _Recurrence:
         return self._ahead(BINARY.parents[:rows])
 
     def _alone(self, path: tuple[int, ...]) -> Float32:
-        if path[:-1] not in self._behind:
+        if path[:-1] not in self._states_after:
             self._alone(path[:-1])
         after = MlxBuffer(0)
-        found = self._passed(list(path[-1:]), self._behind[path[:-1]], after, None)
-        self._behind[path] = after.arrays[0]
-        return found
+        out = self._passed(list(path[-1:]), self._states_after[path[:-1]], after, None)
+        self._states_after[path] = after.arrays[0]
+        return out
 
     def _ahead(self, parents: Int32) -> Float32:
-        kept = MlxBuffer(0)
-        ahead = Ahead(Slot(kept, "channels"), Slot(kept, "gates"), parents)  # type: ignore[arg-type]
-        return self._passed(list(range(len(parents))), self._behind[()], MlxBuffer(0), ahead)
+        buffer = MlxBuffer(0)
+        ahead = Ahead(Slot(buffer, "channels"), Slot(buffer, "gates"), parents)  # type: ignore[arg-type]
+        return self._passed(list(range(len(parents))), self._states_after[()], MlxBuffer(0), ahead)
 
     def _passed(
         self, rows: list[int], before: tuple[mx.array, ...], after: MlxBuffer, ahead: Ahead | None
@@ -400,7 +399,7 @@ class _Recurrence:
 
 
 class _Selected:
-    """Selected neurons, as `MlxBackend` multiplies them: gathered, in whole blocks."""
+    """Selected neurons, gathered and padded to blocks as in `MlxBackend`."""
 
     def __init__(self, neurons: MlxNeurons, x: mx.array, spec: FeedForwardSpec) -> None:
         assert neurons.gate is not None
@@ -436,42 +435,42 @@ class _Selected:
 
 
 class _Attention:
-    """Attention of one key/value head over keys and values that were there before."""
+    """Attention of one key/value head over stored keys and values."""
 
     def __init__(
         self, shapes: ModelShapes, random: np.random.Generator, keys: int, spec: AttentionSpec
     ) -> None:
-        own, sizes = shapes.config, shapes.config.heads(spec)
+        model, sizes = shapes.config, shapes.config.heads(spec)
         layer = replace(
-            own.layers[0],
+            model.layers[0],
             attention=replace(spec, rope=0, head_dim=0, num_kv_heads=0),
             delta=None,
             conv=None,
             mamba2=None,
         )
         config = replace(
-            own,
+            model,
             num_heads=sizes.queries // sizes.keys,
             num_kv_heads=1,
             head_dim=sizes.width,
-            ropes=(own.ropes[spec.rope],),
+            ropes=(model.ropes[spec.rope],),
             layers=(layer,),
         )
         self._config, self._keys, self._spec = config, keys, layer.attention
         self._ops = MlxOps()
         layout = KVLayout(config, shapes.kv_bits)
         self._kv = SimpleNamespace(layout=layout, arrays=MlxKV(layout))
-        self._kv.arrays.resize(layout.blocks(keys + MOST_ROWS))
+        self._kv.arrays.resize(layout.blocks(keys + MAX_ROWS))
         of_key, turning = config.heads(layer.attention), sizes.width - sizes.latent
-        self._qkv = mx.array(random.standard_normal((MOST_ROWS, of_key.attending), dtype=np.float32))
-        angles = np.pi * random.random((MOST_ROWS, turning // 2), dtype=np.float32)
-        self._turns = np.cos(angles), np.sin(angles)
+        self._qkv = mx.array(random.standard_normal((MAX_ROWS, of_key.attending), dtype=np.float32))
+        angles = np.pi * random.random((MAX_ROWS, turning // 2), dtype=np.float32)
+        self._rope_tables = np.cos(angles), np.sin(angles)
         lengths, biased = config.head_norm_sizes(layer), spec.head_norm_bias
         q, k = (
-            Norm(mx.ones(length), own.norm.eps, mx.ones(length) if biased else None, biased)
+            Norm(mx.ones(length), model.norm.eps, mx.ones(length) if biased else None, biased)
             for length in lengths
         )
-        v = Norm(mx.ones(sizes.width), own.norm.eps) if spec.value_norm else None
+        v = Norm(mx.ones(sizes.width), model.norm.eps) if spec.value_norm else None
         together = spec.head_norm == "projection"
         self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together, v)
         heads = random.standard_normal(config.num_heads, dtype=np.float32)
@@ -481,14 +480,14 @@ class _Attention:
         self._kv.arrays.write(0, before[0], values, 0)
 
     def after_chain(self, row: int) -> Float32:
-        """The row behind those before it, each of which went through attention by itself."""
+        """The row after those before it, each in a separate pass."""
         return self._attend([row], self._keys + row)
 
     def after_path(self, row: int) -> Float32:
-        """The row behind those on its path through a binary tree, each by itself."""
+        """The row after those on its path through a binary tree, each in a separate pass."""
         for depth, node in enumerate(BINARY.path(row)):
-            found = self._attend([node], self._keys + depth)
-        return found
+            out = self._attend([node], self._keys + depth)
+        return out
 
     def chain(self, rows: int) -> Float32:
         return self._attend(list(range(rows)), self._keys)
@@ -498,14 +497,14 @@ class _Attention:
 
     def _attend(self, rows: list[int], position: int, tree: TokenTree | None = None) -> Float32:
         depths = np.arange(len(rows)) if tree is None else tree.depths
-        cos, sin = (turn[position - self._keys + depths] for turn in self._turns)
+        cos, sin = (table[position - self._keys + depths] for table in self._rope_tables)
         x = self._qkv[mx.array(rows)]
         norms, sinks = self._norms, self._sinks
         return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._spec, norms, tree, sinks))
 
 
 def _row_op(name: str, compute: Callable[[mx.array], mx.array], x: mx.array) -> RowOp:
-    """An op that takes rows of `x` and nothing else."""
+    """An op whose only input is rows of `x`."""
     return RowOp(name, lambda row: _host(compute(x[row : row + 1])), lambda rows: _host(compute(x[:rows])))
 
 

@@ -1,11 +1,11 @@
 """States of recurrent layers as MLX arrays, and the ops on them.
 
-A state is a new array for each pass, which nothing ever writes to, so a checkpoint or a fork holds the array
-itself. Rules (`mlx_delta.py`, `mlx_mamba2.py`) take tokens one after the other, in ops whose shapes don't
-depend on how many there are. Everything else is elementwise, or sums in one order: a row's bits don't depend
-on the rows beside it, up to the width that is measured (`mlx_row_ops.py`).
+Each pass gives a new array, so a checkpoint or a fork shares the old one. Rules (`mlx_rules.py`)
+take tokens one by one, in ops whose shapes don't depend on their number. Everything else is
+elementwise, or sums in one order: a row's bits don't depend on other rows, up to the width that is measured
+(`mlx_row_ops.py`).
 
-Legend as in `recurrent.py`; T tokens of a pass, n tokens from the state on, some of them known before.
+Legend as in `recurrent.py`; T tokens of a pass, n tokens since the state, the pass's included.
 """
 
 from __future__ import annotations
@@ -17,26 +17,19 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.backends.base import Bytes, Int32
-from ondevice.backends.mlx_delta import DeltaRule
-from ondevice.backends.mlx_mamba2 import MixerRule
 from ondevice.backends.mlx_memory import begin, require_memory
+from ondevice.backends.mlx_rules import DeltaRule, MixerRule
 from ondevice.backends.mlx_sums import convolved
-from ondevice.backends.recurrent import (
-    RULE_TOKENS,
-    DeltaWeights,
-    MixerWeights,
-    StateLayout,
-    ahead_parents,
-)
+from ondevice.backends.recurrent import RULE_TOKENS, DeltaWeights, MixerWeights, StateLayout, ahead_parents
 from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 
 
 class MlxBuffer:
-    """A buffer of states, or of inputs: arrays by layer, or by layer and kind. Without one they are zero."""
+    """A buffer of states by layer, or of inputs by (layer, kind). Missing ones are zero."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        """Bytes that the plan has for it. Arrays that other buffers hold too take them once."""
+        """Bytes that the plan counts for it. Buffers may share arrays."""
         self.arrays: dict[Any, Any] = {}
 
 
@@ -55,12 +48,12 @@ class Slot(NamedTuple):
 
 
 class MlxStates:
-    """`StateMemory`: a state is (what a rule has, tail (taps - 1, C)), or the tail alone of a convolution."""
+    """`StateMemory`: a state is (rule state, tail (taps - 1, C)), or only the tail for a convolution."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
 
-    def made(self, allocate: Callable[[int], Any], nbytes: int) -> MlxBuffer:
+    def new_buffer(self, allocate: Callable[[int], Any], nbytes: int) -> MlxBuffer:
         require_memory(nbytes)
         allocate(nbytes)
         return MlxBuffer(nbytes)
@@ -78,18 +71,18 @@ class MlxStates:
         return Slot(buffer, (layer, "channels")), Slot(buffer, (layer, "gates"))
 
     def move_inputs(self, buffer: MlxBuffer, sources: Sequence[int]) -> None:
-        kept = mx.array(list(sources))
-        buffer.arrays = {key: rows[kept] for key, rows in buffer.arrays.items()}
+        rows = mx.array(list(sources))
+        buffer.arrays = {key: values[rows] for key, values in buffer.arrays.items()}
         begin(*buffer.arrays.values())
 
     def data(self, buffer: MlxBuffer) -> Bytes:
-        found = np.zeros(self._layout.nbytes, np.uint8)
+        data = np.zeros(self._layout.nbytes, np.uint8)
         for layer in self._layout.config.recurrent_layers:
             parts = buffer.arrays.get(layer)
             if parts is not None:
                 flat = np.concatenate([np.array(part).reshape(-1) for part in parts])
-                self._layout.of(found, layer)[:] = flat
-        return found
+                self._layout.of(data, layer)[:] = flat
+        return data
 
     def load(self, buffer: MlxBuffer, read: Callable[[Bytes], None]) -> None:
         data = np.empty(self._layout.nbytes, np.uint8)
@@ -117,26 +110,23 @@ def state_shapes(spec: RecurrentSpec) -> list[tuple[int, ...]]:
 
 
 class TokenRule(Protocol):
-    """What a pass's tokens do to a layer's state."""
+    """How a pass's tokens change a layer's state."""
 
     def changed(self, state: mx.array, token: int) -> mx.array:
-        """The state behind a token, for that before it."""
-        ...
+        """The state after a token, from the state before it."""
 
     def read(self, state: mx.array, token: int) -> mx.array:
-        """What the token reads from the state behind it."""
-        ...
+        """The token's read of the state after it."""
 
-    def outputs(self, found: Sequence[mx.array], z: mx.array) -> mx.array:
-        """(T, I) of what the last T tokens have read, and their output gates z, (T, I)."""
-        ...
+    def outputs(self, reads: Sequence[mx.array], z: mx.array) -> mx.array:
+        """Outputs (T, I) from the reads of the last T tokens and their output gates z, (T, I)."""
 
 
 class MlxRecurrentOps:
     """`RecurrentOps` over MLX arrays. States are those of `MlxStates`."""
 
     def bounded(self, *arrays: mx.array) -> None:
-        """Begin to compute these arrays; may wait for those of the call before."""
+        """Begin to compute these arrays; may wait for those of the previous call."""
         begin(*arrays)
 
     def gated_delta(
@@ -181,7 +171,7 @@ class MlxRecurrentOps:
             parents = ahead_parents(0, tokens, None)
             self._put(states, layer, _tail(tail, products))
         else:
-            products, _ = _kept(ahead, products, None)
+            products, _ = _ahead_inputs(ahead, products, None)
             parents = ahead.parents
         return convolved(tail, products, parents, weights)[-tokens:] * c
 
@@ -201,7 +191,7 @@ class MlxRecurrentOps:
 
     def _passed(
         self,
-        made: type[DeltaRule | MixerRule],
+        rule_type: type[DeltaRule | MixerRule],
         projected: mx.array,
         gates: mx.array,
         states: Any,
@@ -215,17 +205,17 @@ class MlxRecurrentOps:
         if ahead is None:
             parents = ahead_parents(0, tokens, None)
         else:
-            channels, gates = _kept(ahead, channels, gates)
+            channels, gates = _ahead_inputs(ahead, channels, gates)
             parents = ahead.parents
-        rule = made(channels, gates, before[1], parents, spec, weights)
-        after, found = self._along(rule, before[0], parents, tokens)
+        rule = rule_type(channels, gates, before[1], parents, spec, weights)
+        after, reads = self._along(rule, before[0], parents, tokens)
         if ahead is None:
             self._put(states, layer, after, _tail(before[1], channels))
-        return rule.outputs(found, projected[:, spec.channels :])
+        return rule.outputs(reads, projected[:, spec.channels :])
 
     def _replayed(
         self,
-        made: type[DeltaRule | MixerRule],
+        rule_type: type[DeltaRule | MixerRule],
         states: Any,
         layer: int,
         count: int,
@@ -235,18 +225,18 @@ class MlxRecurrentOps:
         """`RecurrentOps.replay_delta`, or `replay_mamba2`, by a rule."""
         channels, gates = (slot.value[:count] for slot in states.inputs(layer, count))
         before, parents = _known(states.state(layer), spec), ahead_parents(0, count, None)
-        rule = made(channels, gates, before[1], parents, spec, weights)
+        rule = rule_type(channels, gates, before[1], parents, spec, weights)
         after, _ = self._along(rule, before[0], parents, 0)
         self._put(states, layer, after, _tail(before[1], channels))
 
     def _along(
         self, rule: TokenRule, first: mx.array, parents: Int32, wanted: int
     ) -> tuple[mx.array, list[mx.array]]:
-        """The state behind the last of n tokens, from the state `first` on, and what the last `wanted` read.
+        """The state after n tokens, from the state `first` on, and the reads of the last `wanted` tokens.
 
         parents: (n,), as of `Ahead`.
         """
-        held, found = list[mx.array](), list[mx.array]()
+        held, reads = list[mx.array](), list[mx.array]()
         count, state = len(parents), first
         chain = bool((parents == np.arange(-1, count - 1)).all())
         for token in range(count):
@@ -256,35 +246,35 @@ class MlxRecurrentOps:
             if not chain:
                 held.append(state)
             if token >= count - wanted:
-                found.append(rule.read(state, token))
+                reads.append(rule.read(state, token))
             if token % RULE_TOKENS == RULE_TOKENS - 1:
-                self.bounded(state, *found[-RULE_TOKENS:])
-        return state, found
+                self.bounded(state, *reads[-RULE_TOKENS:])
+        return state, reads
 
 
 def _known(slot: Slot, spec: RecurrentSpec) -> tuple[mx.array, ...]:
     """The arrays of a state; zeros at a text's start."""
-    found = slot.value
-    return tuple(map(mx.zeros, state_shapes(spec))) if found is None else found
+    arrays = slot.value
+    return tuple(map(mx.zeros, state_shapes(spec))) if arrays is None else arrays
 
 
-def _kept(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.array, Any]:
-    """The inputs (n, C) and (n, G) of all tokens that run ahead: those known and a pass's, which it keeps."""
-    found: list[Any] = []
-    for slot, own in ((ahead.channels, channels), (ahead.gates, gates)):
-        if own is None:
-            found.append(None)
+def _ahead_inputs(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.array, Any]:
+    """The inputs (n, C) and (n, G) of all tokens that run ahead: the stored ones and a pass's, now stored."""
+    inputs: list[Any] = []
+    for slot, new_rows in ((ahead.channels, channels), (ahead.gates, gates)):
+        if new_rows is None:
+            inputs.append(None)
             continue
-        known = len(ahead.parents) - own.shape[0]
-        rows = mx.concatenate([slot.value[:known], own]) if known else mx.contiguous(own)
+        known = len(ahead.parents) - new_rows.shape[0]
+        rows = mx.concatenate([slot.value[:known], new_rows]) if known else mx.contiguous(new_rows)
         slot.put(rows)
         begin(rows)
-        found.append(rows)
-    return found[0], found[1]
+        inputs.append(rows)
+    return inputs[0], inputs[1]
 
 
 def _tail(tail: mx.array, channels: mx.array) -> mx.array:
-    """The last inputs of a convolution behind more channels (n, C), for those before them, (taps - 1, C)."""
-    kept = channels[-tail.shape[0] :]
+    """The last inputs (taps - 1, C) of a convolution after channels (n, C), from those before, `tail`."""
+    latest = channels[-tail.shape[0] :]
     # Never a view, which would hold all of the pass's channels.
-    return mx.concatenate([tail[kept.shape[0] :], kept])
+    return mx.concatenate([tail[latest.shape[0] :], latest])

@@ -1,4 +1,4 @@
-"""Sums and exponentials over MLX arrays whose bits don't depend on how many rows there are."""
+"""Sums and exponentials over MLX arrays whose bits don't depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ondevice.backends.token_tree import Int32
 from ondevice.bundle.matrix_layout import padded
 
 LANES = 16
-"""What rows are padded to: a processor's exponential may differ where a vector ends."""
+"""Multiple that rows are padded to: a processor's exponential may differ at the end of a vector."""
 
 
 def in_lanes(x: mx.array, fill: float = 0.0) -> mx.array:
-    """x (T, n), and `fill` behind each row up to whole lanes."""
+    """x (T, n), padded with `fill` to a multiple of LANES."""
     more = padded(x.shape[1], LANES) - x.shape[1]
     return mx.pad(x, [(0, 0), (0, more)], constant_values=fill) if more else x
 
 
 def sums(values: mx.array) -> mx.array:
-    """Sums over the last axis of (T, n), (T, 1), in one order, as `row_sums.row_sums` has it."""
+    """Sums (T, 1) over the last axis of (T, n), in the order of `row_sums.row_sums`."""
     width = values.shape[1]
     while width > 1:
         half = -(-width // 2)
@@ -37,24 +37,24 @@ def silu(x: mx.array) -> mx.array:
 
 
 def softplus(x: mx.array) -> mx.array:
-    """log(1 + exp(x)) for x (n, C), and of what lies behind it up to whole lanes."""
+    """log(1 + exp(x)) for x (n, C), zero-padded to a multiple of LANES."""
     return mx.logaddexp(in_lanes(x), mx.zeros(1))
 
 
 def convolved(tail: mx.array, channels: mx.array, parents: Int32, weights: mx.array) -> mx.array:
-    """The causal convolution, (n, C), of channels (n, C) behind a tail (taps - 1, C), its oldest tap first.
+    """The causal convolution, (n, C), of channels (n, C) after a tail (taps - 1, C).
 
-    weights: (taps, C). parents: (n,), the token that each follows.
+    weights: (taps, C), oldest input first. parents: (n,), the token that each follows.
     """
     seen, inputs = tail.shape[0], mx.concatenate([tail, channels])
-    # The row before each: those of the tail follow each other, and tokens follow their parents.
+    # The row before each row: in the tail the previous one, for a token its parent.
     before = np.concatenate([np.arange(-1, seen - 1), parents + seen])
     rows = [np.arange(seen, seen + len(parents))]
     for _ in range(seen):
         rows.append(before[rows[-1]])
-    found = None
-    for tap, own in enumerate(reversed(rows)):
-        product = inputs[mx.array(own)] * weights[tap]
-        found = product if found is None else found + product
-    assert found is not None
-    return found
+    total = None
+    for tap, sources in enumerate(reversed(rows)):
+        product = inputs[mx.array(sources)] * weights[tap]
+        total = product if total is None else total + product
+    assert total is not None
+    return total

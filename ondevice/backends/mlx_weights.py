@@ -1,10 +1,9 @@
-"""Weights of the MLX backend: quantised matrices in a bundle's own codes, and neurons.
+"""Weights of the MLX backend: quantised matrices in the bundle's codes, and neurons.
 
 Streamed records are read from flash into the memory of MLX arrays, through numpy views, and multiplied in
-place: MLX splits them into their parts on its device. On CUDA they are read into plain memory, and copied
-into an array when they are multiplied. Selected neurons lie scattered, so each row is copied once to gather
-them. MLX is lazy, so an array's memory may be overwritten only once everything computed from it has been
-evaluated.
+place. On CUDA they are read into plain memory, and copied into an array when they are multiplied. Rows of
+selected neurons are gathered by one copy. MLX is lazy, so an array's memory is overwritten only after
+everything computed from it has been evaluated.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts
 from ondevice.backends.mlx_linear import MlxLinear
 from ondevice.backends.mlx_matrix import MlxMatrix, require_mode
-from ondevice.backends.mlx_memory import (
-    Synchronisations,
-    allocation,
-    begin,
-    known,
-    require_memory,
-    writable,
-)
+from ondevice.backends.mlx_memory import Synchronisations, allocation, begin, known, require_memory, writable
 from ondevice.bundle.layout import ExpertLayout, SliceLayout
 from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.bundle.tiles import StoredMatrix, in_rows, joined_slices, untiled
@@ -45,8 +37,8 @@ from ondevice.units import PAGE_BYTES
 class MlxNeurons:
     """The gate, up and down rows of n neurons.
 
-    gate: None if only the rest of each record is at hand. up: None in an ungated feed-forward. bias: of the
-    gates, (n,) or None. sliced: whether `down` is (D, n), as slices have it, and not (n, D).
+    gate: None if the gates are already known. up: None in an ungated feed-forward. bias: of the gates, (n,)
+    or None. sliced: whether `down` is (D, n), as in slices, instead of (n, D).
     """
 
     gate: MlxMatrix | None
@@ -64,15 +56,15 @@ class MlxNeurons:
         return [array for matrix in self.matrices for array in matrix.arrays]
 
     def copy(self) -> MlxNeurons:
-        """A copy of the rows in memory of its own. Not evaluated."""
+        """A copy of the rows. Not evaluated."""
         gate, up = (None if matrix is None else matrix.copy() for matrix in (self.gate, self.up))
         return MlxNeurons(gate, up, self.down.copy(), self.bias, self.sliced)
 
     def gates(self, x: mx.array) -> mx.array:
         """(T, n) for x (T, D). Requires gate rows."""
         assert self.gate is not None
-        found = self.gate.rows_product(x)
-        return found if self.bias is None else found + self.bias
+        gates = self.gate.rows_product(x)
+        return gates if self.bias is None else gates + self.bias
 
     def ups(self, x: mx.array) -> mx.array | None:
         """(T, n) for x (T, D); None in an ungated feed-forward."""
@@ -84,12 +76,12 @@ class MlxNeurons:
 
 
 class GatheredNeurons:
-    """Room for n neurons, into which each row is copied once and multiplied in place.
+    """Room for n neurons, whose rows are copied in and multiplied in place.
 
     Args:
         count: n.
-        rows: offset (in the gathered part of a record) and layout of the rows gate, up and down there are.
-        dtype: the type in which rows are multiplied.
+        rows: offset (in the gathered part of a record) and layout of each row: gate, up, down.
+        dtype: the type of the products' inputs.
 
     Raises MemoryError.
     """
@@ -116,9 +108,9 @@ class GatheredNeurons:
             _native.copy_out(addresses, offset, view[place : place + len(addresses)])
 
     def take_over(self, other: GatheredNeurons, place: int, count: int) -> None:
-        """Copy `count` neurons of another room, from its `place` on, to the first places here."""
-        for (_, view), (_, theirs) in zip(self._views, other._views, strict=True):
-            view[:count] = theirs[place : place + count]
+        """Copy `count` neurons of another room, from its `place` on, to the first places."""
+        for (_, view), (_, source) in zip(self._views, other._views, strict=True):
+            view[:count] = source[place : place + count]
 
     def clear(self, start: int, stop: int) -> None:
         """Fill the places start .. stop with zeros, so that they add nothing."""
@@ -135,9 +127,9 @@ class GatheredNeurons:
 
 
 class Records:
-    """Records in the MLX array `words`, uint32, whose parts are arrays without a copy.
+    """Records in the MLX array `words`, uint32; their parts are views.
 
-    address: where the host has the first byte of `words`, or of what they are a copy of.
+    address: host address of the first byte of `words`, or of the bytes they were copied from.
     """
 
     def __init__(self, words: mx.array, address: int) -> None:
@@ -146,38 +138,35 @@ class Records:
 
     @classmethod
     def copied(cls, records: Bytes) -> Records:
-        """A copy of records (n, stride) or (nbytes,), which may be overwritten from now on.
-
-        Raises MemoryError.
-        """
+        """A copy of records (n, stride) or (nbytes,). Raises MemoryError."""
         require_memory(records.nbytes)
         with allocation():
             return cls(mx.array(records.reshape(-1).view(np.uint32)), records.ctypes.data)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
-        """The one expert that lies at `address` as `settle` leaves it, without a copy."""
+        """A view of the expert at `address`, whose matrices are in rows."""
         floats = self._words.view(mx.float32)
-        first, found = address - self._address, []
+        first, matrices = address - self._address, []
         for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
-            arrays = tuple(array[None] for array in self._settled(first + offset, matrix))
+            arrays = tuple(array[None] for array in self._matrix_arrays(first + offset, matrix))
             added = None
             if matrix.has_bias:
                 at = (first + offset + matrix.rows_bytes) // 4
                 added = mx.as_strided(floats, (1, matrix.rows), (0, 1), at)
-            found.append(MlxExpertMatrix(matrix.row, dtype, arrays, added))
-        return MlxExperts.of(found)
+            matrices.append(MlxExpertMatrix(matrix.row, dtype, arrays, added))
+        return MlxExperts.of(matrices)
 
     def slice(self, address: int, layout: ExpertLayout, dtype: mx.Dtype, bias: mx.array | None) -> MlxNeurons:
-        """The slice that lies at `address` as `settle` leaves it, without a copy. bias: of its gates."""
+        """A view of the slice at `address`, whose matrices are in rows. bias: of its gates."""
         first = address - self._address
         gate, *up, down = (
-            MlxMatrix(matrix.row, dtype, self._settled(first + offset, matrix))
+            MlxMatrix(matrix.row, dtype, self._matrix_arrays(first + offset, matrix))
             for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True)
         )
         return MlxNeurons(gate, up[0] if up else None, down, bias, sliced=True)
 
-    def _settled(self, start: int, matrix: TiledMatrix) -> tuple[mx.array, ...]:
-        """Codes, scales and biases of a matrix whose rows begin at byte `start`, as `settle` leaves it."""
+    def _matrix_arrays(self, start: int, matrix: TiledMatrix) -> tuple[mx.array, ...]:
+        """Views of codes, scales and biases of a matrix whose rows begin at byte `start`."""
         arrays = []
         for array, columns in self._parts(matrix.row):
             size: int = array.dtype.size
@@ -186,7 +175,7 @@ class Records:
         return tuple(arrays)
 
     def _parts(self, row: RowLayout) -> list[tuple[mx.array, int]]:
-        """What holds codes, scales and biases of stored rows, and the columns of each."""
+        """The arrays of codes, scales and biases of stored rows, and the columns of each."""
         if row.bits == 16:
             return [(self._halves, row.padded_cols)]
         scales = self._bytes if row.mxfp4 else self._halves
@@ -194,7 +183,7 @@ class Records:
         return [(self._words, row.codes_bytes // 4), (scales, row.groups), *biases]
 
     def matrix(self, records: Bytes, offset: int, layout: RowLayout, dtype: mx.Dtype) -> MlxMatrix:
-        """The row `offset` bytes into each record, (n, stride) where they were read, as a matrix."""
+        """The row `offset` bytes into each of records (n, stride), at the address where they were read."""
         start, (count, stride) = records.ctypes.data - self._address + offset, records.shape
         scales, biases = start + layout.codes_bytes, start + layout.codes_bytes + layout.scales_bytes
 
@@ -218,21 +207,21 @@ class RecordMemory(Records):
     """
 
     def __init__(self, nbytes: int) -> None:
-        words, whole = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
-        super().__init__(words, whole.ctypes.data)
+        words, memory = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
+        super().__init__(words, memory.ctypes.data)
         mx.eval(self._halves, self._bytes)
         start = -self._address % PAGE_BYTES
-        self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
+        self.view: Bytes = memory.view(np.uint8)[start : start + nbytes]
 
 
-def settle(record: Bytes, layout: ExpertLayout) -> None:
-    """Bring the matrices of an expert's record from tiles into rows, each where `rows_layout` has it.
+def tiles_to_rows(record: Bytes, layout: ExpertLayout) -> None:
+    """Change the matrices of an expert's record in place from tiles to the rows of `rows_layout`.
 
-    record: (n,) bytes, with room for that. A part is then all its codes, all its scales and all its biases.
+    record: (n,) bytes, with room for both layouts. A matrix in rows is [codes][scales][biases].
     """
-    settled = rows_layout(layout)
-    places = zip(layout.part_offsets, layout.matrices, settled.part_offsets, settled.matrices, strict=True)
-    # Parts move further back, so the last one moves first.
+    by_rows = rows_layout(layout)
+    places = zip(layout.part_offsets, layout.matrices, by_rows.part_offsets, by_rows.matrices, strict=True)
+    # Parts move to higher offsets, so the last one moves first.
     for offset, matrix, at, rows in reversed(list(places)):
         if matrix.row.bits == 16 and at == offset:
             continue
@@ -246,35 +235,32 @@ def settle(record: Bytes, layout: ExpertLayout) -> None:
             record[end : end + stored.added.nbytes] = stored.added.view(np.uint8)
 
 
-def settled_copy(records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
-    """One slice (1, stride) in MLX's memory, its planes brought into rows, and its address.
-
-    Raises MemoryError.
-    """
-    copy = np.empty(settled_bytes(layout), dtype=np.uint8)
-    settle_slice(records, layout, copy)
+def rows_copy(records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
+    """A copy of one slice (1, stride) as rows in MLX's memory, and its address. Raises MemoryError."""
+    copy = np.empty(row_bytes(layout), dtype=np.uint8)
+    slice_to_rows(records, layout, copy)
     return Records.copied(copy), copy.ctypes.data
 
 
-def settled_bytes(layout: SliceLayout) -> int:
-    """Room in which a slice's planes are joined and its tiles brought into rows."""
+def row_bytes(layout: SliceLayout) -> int:
+    """Bytes in which a slice's planes are joined and its tiles become rows."""
     return max(layout.tiles.stride, rows_layout(layout.tiles).stride)
 
 
-def settle_slice(records: Bytes, layout: SliceLayout, room: Bytes) -> None:
-    """Bring the planes of one slice (1, stride) into rows, in room (settled_bytes,), which may overlap it."""
+def slice_to_rows(records: Bytes, layout: SliceLayout, room: Bytes) -> None:
+    """Write one slice (1, stride) as rows to room (row_bytes,), which may overlap it."""
     room[: layout.tiles.stride] = joined_slices(records, layout)[0]
-    settle(room, layout.tiles)
+    tiles_to_rows(room, layout.tiles)
 
 
 def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
-    """The rows of a part (nbytes,) of an expert's record, as `rows_layout` has them."""
+    """The rows of a part (nbytes,) of an expert's record, in the format of `rows_layout`."""
     return in_rows(untiled(part, matrix), matrix.row)
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Memory of experts' slots: (nbytes,) of it, and the MLX memory that it is part of, if it is."""
+    """Memory of experts' slots, (nbytes,), and the MLX memory that it is a view of, or None."""
 
     view: Bytes
     records: RecordMemory | None
@@ -292,29 +278,29 @@ class _Slots:
 class MlxPieceMemory(PieceMemory):
     """Memory for pieces in MLX arrays. One piece may be multiplied while the next is read.
 
-    copies: whether pieces and experts are read into plain memory. Each is then copied into an array when it
-    is multiplied, and two copies exist at most.
+    copies_reads: whether pieces and experts are read into plain memory and copied into an array when
+    multiplied. At most two copies exist.
     """
 
     pieces_read = 1
 
-    def __init__(self, waits: Synchronisations, copies: bool = False) -> None:
+    def __init__(self, waits: Synchronisations, copies_reads: bool = False) -> None:
         self.records: RecordMemory | None = None
         self._waits = waits
-        self._copies = copies
-        self._asked: list[mx.array] = []
+        self._copies_reads = copies_reads
+        self._pending: list[mx.array] = []
         self._slots: dict[int, _Slots] = {}
         """Memory of experts' slots, by address."""
         self._starts: list[int] = []
         self._experts: dict[int, MlxExperts] = {}
-        """Experts in slots by their addresses, as their arrays were made when first needed. No copies."""
+        """Views of the experts in slots, by address."""
 
     @property
     def slot_allocator(self) -> Callable[[int], Bytes]:
         return self._allocate_slots
 
     def _allocate_slots(self, nbytes: int) -> Bytes:
-        memory = None if self._copies else RecordMemory(nbytes)
+        memory = None if self._copies_reads else RecordMemory(nbytes)
         view = _native.allocate(nbytes)[:] if memory is None else memory.view
         start = view.ctypes.data
         self._slots[start] = _Slots(view[:], memory)
@@ -330,23 +316,23 @@ class MlxPieceMemory(PieceMemory):
         for address in [it for it in self._experts if start <= it < start + nbytes]:
             del self._experts[address]
 
-    def settle(self, address: int, layout: ExpertLayout) -> None:
-        """Prepare an expert that was read to `address`, in a slot."""
-        settle(self._slots_at(address).at(address, rows_layout(layout).stride), layout)
+    def expert_to_rows(self, address: int, layout: ExpertLayout) -> None:
+        """Change an expert that was read to `address` from tiles to rows."""
+        tiles_to_rows(self._slots_at(address).at(address, rows_layout(layout).stride), layout)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
-        """The one expert at `address`, prepared."""
+        """The expert at `address`, whose matrices are in rows."""
         if address in self._experts:
             return self._experts[address]
         slots, layout = self._slots_at(address), rows_layout(layout)
-        found = slots.held(slots.at(address, layout.stride)).expert(address, layout, dtype)
+        experts = slots.held(slots.at(address, layout.stride)).expert(address, layout, dtype)
         if slots.records is not None:
-            known(*found.arrays)
-            self._experts[address] = found
-        return found
+            known(*experts.arrays)
+            self._experts[address] = experts
+        return experts
 
     def neurons(self, address: int, count: int, stride: int) -> tuple[Records, Bytes]:
-        """The `count` records (count, stride) of a slot from `address` on, and where these lie."""
+        """The records (count, stride) from `address` on, in MLX's memory and in the slot."""
         slots = self._slots_at(address)
         records = slots.at(address, count * stride).reshape(count, stride)
         return slots.held(records), records
@@ -355,46 +341,46 @@ class MlxPieceMemory(PieceMemory):
         return self._slots[self._starts[bisect_right(self._starts, address) - 1]]
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        if self._copies:
+        if self._copies_reads:
             return None
         self.records = RecordMemory(nbytes)
         return self.records.view
 
     def held(self, records: Bytes) -> Records:
-        """A piece's records (n, stride) in MLX's memory: where they were read, or copied now."""
+        """A piece's records (n, stride) in MLX's memory: where they were read, or a copy."""
         return self.records or Records.copied(records)
 
-    def settled(self, records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
-        """A piece's one slice (1, stride) in MLX's memory, its planes brought into rows, and its address."""
+    def slice_rows(self, records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
+        """A piece's one slice (1, stride) as rows in MLX's memory, and its address."""
         if self.records is None:
-            return settled_copy(records, layout)
+            return rows_copy(records, layout)
         start = records.ctypes.data - self.records.view.ctypes.data
-        settle_slice(records, layout, self.records.view[start : start + settled_bytes(layout)])
+        slice_to_rows(records, layout, self.records.view[start : start + row_bytes(layout)])
         return self.records, records.ctypes.data
 
     def free(self) -> None:
         self.records = None
-        self._asked = []
+        self._pending = []
 
-    def ask(self, arrays: list[mx.array]) -> None:
-        """Begin to compute `arrays` from the current piece, while its consumer goes on."""
-        if self._copies and self._asked:
-            self.wait(self._asked)  # so that no more than two copies exist
-        self._asked = arrays
+    def begin(self, arrays: list[mx.array]) -> None:
+        """Begin to compute `arrays` from the current piece."""
+        if self._copies_reads and self._pending:
+            self.wait(self._pending)  # so that no more than two copies exist
+        self._pending = arrays
         begin(*arrays)
 
-    def asked(self) -> list[mx.array]:
-        asked, self._asked = self._asked, []
-        return asked
+    def take_pending(self) -> list[mx.array]:
+        pending, self._pending = self._pending, []
+        return pending
 
-    def wait(self, asked: list[mx.array]) -> None:
-        if asked:
-            self._waits.wait(*asked)
+    def wait(self, pending: list[mx.array]) -> None:
+        if pending:
+            self._waits.wait(*pending)
 
 
 @dataclass
 class MlxSegment:
-    """Resident neurons in memory of their own; `neurons` is set once they are packed."""
+    """Resident neurons; `neurons` is set by `pack`."""
 
     neurons: MlxNeurons = field(init=False)
 
@@ -402,8 +388,8 @@ class MlxSegment:
 class MlxFeedForward(FeedForwardLayer):
     """One layer's neurons. Segments are `MlxSegment`s, multiplied one by one.
 
-    pieces: the memory for neurons from flash, which all layers share. gates: as `Backend.load_feed_forward`
-    takes them.
+    pieces: the memory for neurons from flash, which all layers share. gates: as in
+    `Backend.load_feed_forward`.
     """
 
     def __init__(
@@ -446,7 +432,7 @@ class MlxFeedForward(FeedForwardLayer):
                 require_mode(matrix.row)
 
     def room_for(self, count: int) -> GatheredNeurons:
-        """Room for `count` selected neurons: all rows, or those behind the gate row if gates select them."""
+        """Room for `count` selected neurons: all rows, or without the gate row if gates select them."""
         rows = self._rows
         if self.selector is None or not self.selector.predicted:
             start = self.source.layout.part_offsets[1]
@@ -458,10 +444,10 @@ class MlxFeedForward(FeedForwardLayer):
         return MlxSegment()
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
-        """The neurons from `first` on of a piece, records (n, stride). A slice is settled: once a read."""
+        """The neurons of a piece, records (n, stride), which begins at neuron `first`. Call once per read."""
         layout = self.source.layout
         if isinstance(layout, SliceLayout):
-            return self._slice_in(*self.piece_memory.settled(records, layout), layout.tiles, first)
+            return self._slice_in(*self.piece_memory.slice_rows(records, layout), layout.tiles, first)
         return self._neurons_in(self.piece_memory.held(records), records, first)
 
     def _slice_in(self, memory: Records, address: int, layout: ExpertLayout, first: int) -> MlxNeurons:
@@ -481,12 +467,12 @@ class MlxFeedForward(FeedForwardLayer):
         layout = self.source.layout
         assert len(records) == layout.num_records(len(self.segment_range(index)))
         if isinstance(layout, SliceLayout):
-            # Of a copy: where memory is refused, the records are multiplied as they were read.
-            neurons = self._slice_in(*settled_copy(records, layout), layout.tiles, first).copy()
+            # From a copy: if memory is refused, the records are multiplied as they were read.
+            neurons = self._slice_in(*rows_copy(records, layout), layout.tiles, first).copy()
         else:
             neurons = self.neurons_of(records, first).copy()
         require_memory(sum(array.nbytes for array in neurons.arrays))
-        self.piece_memory.ask(neurons.arrays)
+        self.piece_memory.begin(neurons.arrays)
         segment.neurons = neurons
 
     def hold_all(self) -> None:
@@ -494,10 +480,10 @@ class MlxFeedForward(FeedForwardLayer):
         for index in range(self.num_segments):
             neurons = self.segment_range(index)
             records = self.source.read(neurons.start, len(neurons))
-            own = self._neurons_in(Records.copied(records), records, neurons.start).copy()
-            known(*own.arrays)
+            rows = self._neurons_in(Records.copied(records), records, neurons.start).copy()
+            known(*rows.arrays)
             self.segments.append(MlxSegment())
-            self.segments[-1].neurons = own
+            self.segments[-1].neurons = rows
 
     @property
     def _expert_layout(self) -> ExpertLayout:
@@ -507,16 +493,16 @@ class MlxFeedForward(FeedForwardLayer):
         return records.layout
 
     @property
-    def has_whole_experts(self) -> bool:
-        """Whether the layer's experts are stored as matrices, not neuron by neuron."""
+    def has_expert_matrices(self) -> bool:
+        """Whether the layer has experts that are stored as matrices, not neuron by neuron."""
         return self.source.experts is not None and self.source.experts.layout is not None
 
     def expert_arrived(self, address: int) -> None:
-        if self.has_whole_experts:
-            self.piece_memory.settle(address, self._expert_layout)
+        if self.has_expert_matrices:
+            self.piece_memory.expert_to_rows(address, self._expert_layout)
 
     def expert_neurons(self, address: int) -> MlxNeurons:
-        """The neurons of the expert in a slot, which is a run of records."""
+        """The neurons of the expert in a slot, a run of records."""
         records, stride = self.source.experts, self.source.layout.stride
         assert records is not None
         return self._neurons_in(*self.piece_memory.neurons(address, records.nbytes // stride, stride), 0)
@@ -534,7 +520,7 @@ class MlxFeedForward(FeedForwardLayer):
 
     @property
     def held_experts(self) -> MlxExperts | None:
-        """All the layer's experts, where it is to hold them. They are read now, if they weren't before.
+        """All the layer's experts if `hold_experts` wants them, read on first use; else None.
 
         Raises FlashReadError and MemoryError.
         """
@@ -544,9 +530,9 @@ class MlxFeedForward(FeedForwardLayer):
 
     def _read_experts(self) -> MlxExperts:
         records, layout, rooms = self.source.experts, self._expert_layout, []
-        settled = rows_layout(layout).matrices
+        by_rows = rows_layout(layout).matrices
         assert records is not None
-        for matrix in settled:
+        for matrix in by_rows:
             row, shape = matrix.row, (records.count, matrix.rows)
             sizes = [(self._dtype, row.padded_cols)]
             if row.bits < 16:
@@ -556,27 +542,29 @@ class MlxFeedForward(FeedForwardLayer):
             rooms[-1] += [writable(shape, mx.float32)] if matrix.has_bias else []
         for expert in range(records.count):
             record = records.read(expert)
-            parts = zip(layout.part_offsets, layout.matrices, settled, rooms, strict=True)
+            parts = zip(layout.part_offsets, layout.matrices, by_rows, rooms, strict=True)
             for offset, matrix, rows, room in parts:
-                found = _stored_rows(record[offset : offset + matrix.nbytes], matrix)
-                _fill([view[expert] for _, view in room], found, rows.row)
-        whole = []
-        for matrix, room in zip(settled, rooms, strict=True):
+                values = _stored_rows(record[offset : offset + matrix.nbytes], matrix)
+                _fill([view[expert] for _, view in room], values, rows.row)
+        experts = []
+        for matrix, room in zip(by_rows, rooms, strict=True):
             arrays = [array for array, _ in room]
             added = arrays.pop() if matrix.has_bias else None
-            whole.append(MlxExpertMatrix(matrix.row, self._dtype, tuple(arrays), added))
-        return MlxExperts.of(whole)
+            experts.append(MlxExpertMatrix(matrix.row, self._dtype, tuple(arrays), added))
+        return MlxExperts.of(experts)
 
 
-def _fill(views: list[NDArray[np.generic]], found: StoredMatrix, row: RowLayout) -> None:
-    """Write a matrix into the memory of one expert: codes, scales and biases, or values; then biases of its
-    products. row: one of its rows, as they are now."""
+def _fill(views: list[NDArray[np.generic]], values: StoredMatrix, row: RowLayout) -> None:
+    """Write a matrix to one expert's arrays: codes, scales and biases, or values; then product biases.
+
+    row: layout of a row.
+    """
     if row.bits == 16:
-        views[0][:] = np.ascontiguousarray(found.codes).view(np.float16)
+        views[0][:] = np.ascontiguousarray(values.codes).view(np.float16)
     else:
-        views[0][:] = np.ascontiguousarray(found.codes).view(np.uint32)
-        views[1][:] = found.scales
+        views[0][:] = np.ascontiguousarray(values.codes).view(np.uint32)
+        views[1][:] = values.scales
         if not row.mxfp4:
-            views[2][:] = np.float16(-row.stored.zero) * found.scales if row.implied_bias else found.biases
-    if found.added is not None:
-        views[-1][:] = found.added
+            views[2][:] = np.float16(-row.stored.zero) * values.scales if row.implied_bias else values.biases
+    if values.added is not None:
+        views[-1][:] = values.added

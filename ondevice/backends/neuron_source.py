@@ -1,8 +1,8 @@
 """The interface through which backends get a layer's neurons; `sparsity` implements it.
 
-A forward pass reaches flash through it: a backend's `feed_forward` calls the `neurons` of its layer. They are
-a `sparsity.segments.SegmentPool` in dense mode, a `sparsity.fetch.NeuronFetcher` if neurons are selected, a
-`sparsity.experts.ExpertFetcher` in models with experts, which on `cpu` has a SegmentPool for other neurons.
+A backend's `feed_forward` calls the `neurons` of its layer: a `sparsity.segments.SegmentPool` in dense mode,
+a `sparsity.fetch.NeuronFetcher` if neurons are selected, a `sparsity.experts.ExpertFetcher` in models with
+experts, which on `cpu` has a SegmentPool for the other neurons.
 
 Legend: R rows of a forward pass, F neurons of a layer.
 """
@@ -21,56 +21,56 @@ from ondevice.backends.routing import Routing
 from ondevice.errors import OndeviceError
 
 Segment: TypeAlias = Any
-"""Memory for a range of one layer's neurons, packed as its backend multiplies them."""
+"""Memory for a range of one layer's neurons, packed for its backend."""
 Batches: TypeAlias = Iterator[tuple[Int32, NDArray[np.uint64]]]
 """Ascending ids of neurons and the addresses of their records; each pair is valid until the next."""
 
 
 class Planes(NamedTuple):
-    """A slice's high plane, which is in memory, and its low one, (bytes,), which has been read."""
+    """A slice's resident high plane, and its low plane, (bytes,) each, read from flash."""
 
     high: Bytes
     low: Bytes
 
 
 class ResidentLayer(NamedTuple):
-    """A layer that is wholly in memory: neuron i is in slot slots[i], (F,); slot s is at addresses[s]."""
+    """A layer fully in memory: neuron i is in slot slots[i], (F,); slot s is at addresses[s]."""
 
     slots: Int32
     addresses: NDArray[np.uint64]
     count_multiplied: Callable[[int], None]
-    """Called with the number of neurons that were multiplied, for the stats."""
+    """Adds a number of multiplied neurons to the stats."""
 
 
 class NeuronSource:
     """Provides the neurons of all layers of one model; `layer` is a layer's index.
 
     In a pass, layers come in order. A source overrides the methods that its layers call: `offloaded` if every
-    neuron is multiplied, the others if a selector chooses neurons. The defaults raise or do nothing.
+    neuron is multiplied, the others if neurons or experts are chosen. The defaults raise or do nothing.
     """
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Prepare for a pass that reads neurons, before its first layer. Not called for `resident_only`."""
+        """Prepare for a pass, before its first layer. Not called for `resident_only`."""
 
     def wants_prefetch(self, layer: int, rows: int) -> bool:
         """Whether `prefetch` would use the scores of `rows` rows."""
         return False
 
     def prefetch(self, layer: int, rows: int, scores: Callable[[], Float32]) -> None:
-        """Begin to read the neurons that scores(), (R, F), select, before the layer's turn comes.
+        """Begin to read the neurons that scores(), (R, F), select, while an earlier layer runs.
 
-        The scores are an estimate from the input of the layer before; no result depends on them.
+        The scores are an estimate from the previous layer's input; no result depends on them.
         """
 
     def prefetch_experts(self, layer: int, chosen: Callable[[], Int32]) -> None:
-        """Begin to read the experts chosen(), (R, k), before the layer's turn comes.
+        """Begin to read the experts chosen(), (R, k), while an earlier layer runs.
 
-        Called before the turn of the layer before, if `wants_prefetch`. They are an estimate from that
-        layer's input; no result depends on them.
+        Called before the previous layer, if `wants_prefetch`. They are an estimate from that layer's input;
+        no result depends on them.
         """
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
-        """Begin a layer's turn. Returns the layer if it is wholly in memory; if None, call `select`."""
+        """Begin a layer. Returns it if it is fully in memory; if None, call `select`."""
         return None
 
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
@@ -83,31 +83,27 @@ class NeuronSource:
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """The layer's neurons that its segments don't hold, ascending.
 
-        They come as records (n, stride), planes, or a segment that has just been filled. Each is valid until
-        the next is asked for, unless the layer's `PieceMemory` says otherwise. An empty tuple if the segments
-        hold all neurons, and for `resident_only`. Backends multiply them for the exact rows alone, so a batch
-        without any must get none.
+        They come as records (n, stride), planes, or filled segments. Each is valid until the next, unless the
+        layer's `PieceMemory` says otherwise. An empty tuple if the segments hold all neurons, and for batches
+        without exact rows: backends multiply these neurons for exact rows alone.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
-        """Every expert of `routing.experts`, and its address in memory; each until the next.
+        """Every expert of `routing.experts`, and its address in memory, valid until the next.
 
-        in_order: whether they come in ascending order; otherwise those in memory come first.
+        needs_expert_order: whether they come in ascending order; otherwise those in memory come first.
         """
         raise OndeviceError("nothing provides the experts")
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Take the result of verifying the last pass's `batch`, which had draft tokens.
-
-        rows: rows of the tokens that are part of the text.
-        """
+        """Take the result of verifying the last pass's `batch`, as `Backend.accept`."""
 
 
 class ClosedNeurons(NeuronSource):
-    """The source of layers whose memory was freed. It raises, as absent neurons must not count as zeros."""
+    """The source of layers whose memory was freed. It raises, as missing neurons must not count as zeros."""
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         raise _closed()
@@ -119,7 +115,7 @@ class ClosedNeurons(NeuronSource):
         raise _closed()
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         raise _closed()
 

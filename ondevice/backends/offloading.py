@@ -1,4 +1,4 @@
-"""The base of backends under a budget: an embedding table, and layers whose neurons a source provides."""
+"""The base class of backends under a budget: the embedding table, and layers with neuron sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OffloadingBackend:
     """Base class of `cpu` and `mlx`. resident_embedding: whether the embedding table starts in memory."""
 
     looks_up = False
-    """Whether rows of the embedding are looked up in a head that has the same."""
+    """Whether rows of the embedding are looked up in a head with the same rows."""
 
     def __init__(self, resident_embedding: bool) -> None:
         self.feed_forwards: list[FeedForwardLayer] = []
@@ -34,7 +34,7 @@ class OffloadingBackend:
         return self._embedding
 
     def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or free it; its rows are then read from flash."""
+        """Hold the embedding table in memory, or free it and read its rows from flash."""
         if self._embedding is not None:
             self._embedding.hold(resident)
 

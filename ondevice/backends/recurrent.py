@@ -1,8 +1,8 @@
-"""Layers with a state in the place of keys and values: where states lie in memory, and the ops on them.
+"""Layers with a recurrent state instead of keys and values: the states' memory layout, and the ops on them.
 
 Legend as in `base.py`; and HV value heads, K and V widths of a key and a value, C channels, G gates of a
-token: 2 * HV with the gated delta rule, none with a short convolution, one of each of H heads with a Mamba-2
-mixer, whose output is I wide and whose states are N.
+token: 2 * HV for the gated delta rule, 0 for a short convolution, H for a Mamba-2 mixer of H heads, whose
+output width is I and whose state width is N.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from ondevice.records import dataclass
 Array: TypeAlias = Any
 """A backend's float32 activations, as in `base.py`."""
 States: TypeAlias = NDArray[np.float32]
-"""One layer's state: (HV, K, V) of a delta rule, or (H, N, I / H) of a mixer, then the convolution's last
-inputs (taps - 1, C), in one dimension.
+"""One layer's state, flat: (HV, K, V) of a delta rule or (H, N, I / H) of a mixer, then the convolution's
+last inputs (taps - 1, C).
 """
 
 MIN_SPACING = 64
 AHEAD_TOKENS = 16
-"""Most tokens that run ahead of a text's states: those of a draft, its root included."""
+"""Most tokens that run ahead of a text's states: a draft with its root."""
 MARKS = 2
-"""Checkpoints of a text's last prompt: where what is new of it begins, and near its end."""
+"""Checkpoints of a text's last prompt: at the start of its new part, and near its end."""
 PROMPT_TAIL = 8
-"""Tokens between a prompt's last checkpoint and its end: more than the beginning of an answer, which a
-template may render otherwise once the answer is there. Qwen's longest has 7."""
+"""Tokens between a prompt's last checkpoint and its end: more than the start of an answer that a template may
+render differently afterwards, at most 7 in Qwen's templates."""
 
 RULE_TOKENS = 8
-"""Tokens of a delta rule on MLX behind which the host waits for as many before them: MLX would else take
-memory for the states behind all of a pass's tokens."""
+"""Tokens of a rule that MLX computes at a time, which bounds the number of states in memory."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the states of a model's recurrent layers lie in one buffer, and how many a text keeps.
+    """Layout of a model's recurrent states in one buffer, and the number of buffers of a text.
 
-    A text has the states behind its last token, room for those that the next pass makes, and checkpoints:
-    states behind every multiple of `spacing` tokens and at its marks, to which it can go back. With drafts it
-    also has the inputs of the tokens that run ahead of its states.
+    A text has the states after its last token, room for those of the next pass, and checkpoints to go back
+    to: states after every multiple of `spacing` tokens and at its marks. With drafts it also has the inputs
+    of the tokens that run ahead of its states.
     """
 
     config: ModelConfig
@@ -54,40 +53,40 @@ class StateLayout:
     drafts: bool = False
     """Whether texts have drafts."""
     marks: int = MARKS
-    """Most marks of a text; 0 for texts that aren't said to have prompts."""
+    """Most marks of a text; 0 without prompts."""
 
     @cached_property
     def offsets(self) -> dict[int, int]:
-        """Floats before each recurrent layer's state."""
+        """Offset of each recurrent layer's state, in floats."""
         sizes = [self._padded(layer) for layer in self.config.recurrent_layers]
         return dict(zip(self.config.recurrent_layers, accumulate([0, *sizes]), strict=False))
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all layers' states behind one token; 0 for a model without any.
+        """Bytes of all layers' states after one token; 0 for a model without recurrent layers.
 
-        A part of a model that has some elsewhere has as little as counts: where texts go back to is the same.
+        In a part of a model with recurrent layers in another part it isn't 0, so that checkpoints agree.
         """
-        return 4 * sum(map(self._padded, self.config.recurrent_layers)) or self._least
+        return 4 * sum(map(self._padded, self.config.recurrent_layers)) or self._min_bytes
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers; never those of a state that counts."""
+        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers; differs from `nbytes`."""
         floats = sum(self._input_floats(layer) for layer in self.config.recurrent_layers)
-        return 4 * AHEAD_TOKENS * floats or 2 * self._least
+        return 4 * AHEAD_TOKENS * floats or 2 * self._min_bytes
 
     @cached_property
     def spacing(self) -> int:
-        """Tokens between two checkpoints, but for marks, a multiple of 64: so many that a checkpoint takes no
-        more memory than their keys and values.
+        """Tokens between two checkpoints, marks aside: the smallest multiple of 64 whose keys and values take
+        at least the memory of a checkpoint.
         """
-        whole = self.config.part.states
-        state_bytes = 4 * whole[0] if whole else self.nbytes
+        model_states = self.config.part.states
+        state_bytes = 4 * model_states[0] if model_states else self.nbytes
         tokens = -(-state_bytes // max(1, self.token_bytes))
         return max(MIN_SPACING, -(-tokens // MIN_SPACING) * MIN_SPACING)
 
     def buffers(self, n_tokens: int, marks: int | None = None) -> int:
-        """Number of buffers that a text of n_tokens needs. marks: that it has; None: as many as it may."""
+        """Number of buffers of a text of n_tokens. marks: its number of marks; None: the maximum."""
         marks = self.marks if marks is None else marks
         return 2 + n_tokens // self.spacing + marks if self.nbytes else 0
 
@@ -115,7 +114,7 @@ class StateLayout:
         return buffer.view(np.float32)[offset : offset + spec.state_floats]
 
     @property
-    def _least(self) -> int:
+    def _min_bytes(self) -> int:
         return 4 * ALIGNED_FLOATS if self.config.part.states else 0
 
     def _input_floats(self, layer: int) -> int:
@@ -132,7 +131,7 @@ class StateLayout:
 
 
 class DeltaWeights(NamedTuple):
-    """Weights of a layer with the gated delta rule, beside its projections.
+    """Weights of a layer with the gated delta rule, without its projections.
 
     conv: (taps, C), oldest input first. decay: (HV,), -exp(A). time_bias: (HV,). norm: of a value head's
     output, as in `base.py`.
@@ -145,10 +144,10 @@ class DeltaWeights(NamedTuple):
 
 
 class MixerWeights(NamedTuple):
-    """Weights of a Mamba-2 mixer, beside its projections.
+    """Weights of a Mamba-2 mixer, without its projections.
 
     conv: (taps, C), oldest input first. conv_bias: (C,), or None. decay: (H,), -exp(A). time_bias, skip:
-    (H,). norm: of the whole output, (I,), as in `base.py`; None without one.
+    (H,). norm: of the output, (I,), as in `base.py`; None without one.
     """
 
     conv: Any
@@ -160,10 +159,10 @@ class MixerWeights(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes its own, the last T.
+    """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes the last T.
 
-    channels: (n, C), before their convolution. gates: (n, G). parents: (n,), the token that each
-    follows; -1 for the text behind whose last token the states are.
+    channels: (n, C), before their convolution. gates: (n, G). parents: (n,), the token that each follows; -1
+    for the text's last token before them.
     """
 
     channels: States
@@ -178,7 +177,7 @@ class Ahead(NamedTuple):
 
 
 def ahead_parents(known: int, count: int, tree: TokenTree | None) -> Int32:
-    """`Ahead.parents` of `known` tokens that follow each other, and of a pass of `count` behind them."""
+    """`Ahead.parents` of a chain of `known` tokens and a pass of `count` after it."""
     chain = np.arange(-1, known + count - 1, dtype=np.int32)
     if tree is not None:
         chain[known:] = tree.parents + known
@@ -186,7 +185,7 @@ def ahead_parents(known: int, count: int, tree: TokenTree | None) -> Int32:
 
 
 def replay_conv(states: StateStore, layer: int, count: int) -> None:
-    """Write the next state of a layer with a short convolution, as `replay_delta` does for a delta rule."""
+    """Write the next state of a layer with a short convolution, as `RecurrentOps.replay_conv`."""
     products = states.inputs(layer, count)[0].reshape(-1)
     after = states.next_state(layer)
     known = np.concatenate([states.state(layer), products[-after.size :]])
@@ -197,20 +196,16 @@ class StateStore(Protocol):
     """The part of a text's recurrent states that ops see."""
 
     def ahead(self, layer: int) -> Ahead | None:
-        """Where a pass that runs ahead keeps the layer's inputs; None for one that writes the next state."""
-        ...
+        """The layer's inputs, if the pass runs ahead; None if it writes the next state."""
 
     def state(self, layer: int) -> States:
-        """A layer's state behind the last token that doesn't run ahead, only to be read."""
-        ...
+        """A layer's state after the last token that doesn't run ahead; read only."""
 
     def inputs(self, layer: int, count: int) -> tuple[States, States]:
-        """The layer's inputs of the first tokens that run ahead: (count, C) and (count, G)."""
-        ...
+        """The layer's inputs of the first `count` tokens that run ahead: (count, C) and (count, G)."""
 
     def next_state(self, layer: int) -> States:
-        """Where a pass puts the layer's state behind its own last token."""
-        ...
+        """Where a pass writes the layer's state after its last token."""
 
 
 class RecurrentOps(Protocol):
@@ -225,22 +220,20 @@ class RecurrentOps(Protocol):
         spec: DeltaSpec,
         weights: DeltaWeights,
     ) -> Array:
-        """The gated delta rule over T tokens that follow each other: (T, HV * V). See `DeltaSpec`.
+        """The gated delta rule over a chain of T tokens: (T, HV * V). See `DeltaSpec`.
 
-        Reads the layer's state and writes its next one. Tokens come one after the other, so that a token has
-        the same bits in a pass of any size. Where the pass runs ahead of the states, tokens may be a tree;
-        their inputs are kept then, and no state is written.
+        Reads the layer's state and writes its next one. A token has the same bits in a pass of any size.
+        Where the pass runs ahead of the states, tokens may be a tree; their inputs are stored, and no state
+        is written.
 
         projected: (T, C + HV * V), queries, keys and values before their convolution, then output gates.
-        gates: (T, 2 * HV), what betas are made of, then what decays are made of.
+        gates: (T, 2 * HV), inputs of betas, then of decays.
         """
-        ...
 
     def replay_delta(
         self, states: StateStore, layer: int, count: int, spec: DeltaSpec, weights: DeltaWeights
     ) -> None:
-        """Write the layer's next state, behind the first `count` tokens that run ahead, which are a chain."""
-        ...
+        """Write the layer's next state, after the chain of the first `count` tokens that run ahead."""
 
     def mamba2(
         self,
@@ -253,20 +246,17 @@ class RecurrentOps(Protocol):
     ) -> Array:
         """A Mamba-2 mixer over T tokens, (T, I), as `gated_delta`. See `Mamba2Spec`.
 
-        projected: (T, C + I), x, B and C before their convolution, then gates. steps: (T, H), what time steps
-        are made of.
+        projected: (T, C + I), x, B and C before their convolution, then gates. steps: (T, H), inputs of time
+        steps.
         """
-        ...
 
     def replay_mamba2(
         self, states: StateStore, layer: int, count: int, spec: Mamba2Spec, weights: MixerWeights
     ) -> None:
         """`replay_delta` for a layer with a mixer."""
-        ...
 
     def replay_conv(self, states: StateStore, layer: int, count: int) -> None:
         """`replay_delta` for a layer with a short convolution."""
-        ...
 
     def short_conv(
         self, projected: Array, states: StateStore, layer: int, spec: ConvSpec, weights: Array
@@ -275,8 +265,6 @@ class RecurrentOps(Protocol):
 
         projected: (T, 3 * C): b, c and x. weights: (taps, C), oldest input first.
         """
-        ...
 
     def sigmoid_gated(self, x: Array, gates: Array) -> Array:
         """x * sigmoid(gates), elementwise; may overwrite x."""
-        ...

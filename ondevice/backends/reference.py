@@ -1,7 +1,6 @@
-"""The oracle that other backends are tested against: float activations, dequantised weights, plain numpy.
+"""The oracle for other backends: float activations, dequantised weights, plain numpy.
 
-Slow and obvious. Its logits are within 1e-4 of `transformers` in float32. Different splits of a prompt need
-not give equal bits.
+Logits are within 1e-4 of `transformers` in float32. Different splits of a prompt need not give equal bits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends import reference_conv, reference_delta, reference_mamba2
+from ondevice.backends import reference_recurrence as recurrence
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
@@ -38,10 +37,9 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import replay_conv
-from ondevice.backends.reference_recurrence import of_pass, replay
 from ondevice.backends.routing import route, sigmoid
-from ondevice.backends.row_sums import LEAST_MEAN_SQUARE
-from ondevice.backends.stored_rows import RowsOfTiles, dequantise, read_rows, table_rows, values_of
+from ondevice.backends.row_sums import MIN_MEAN_SQUARE
+from ondevice.backends.stored_rows import RowsOfTiles, dequantize_rows, read_rows, table_rows, values_of
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import ExpertLayout, SliceLayout
@@ -75,8 +73,8 @@ class ReferenceLinear:
 class ReferenceFeedForward:
     """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
 
-    up: None in an ungated feed-forward. biases: of gates and output; up_bias: (F,), which only experts have.
-    experts: those of the layer that are stored as matrices, in order.
+    up: None in an ungated feed-forward. up_bias: (F,), only in experts. experts: the layer's experts that
+    are stored as matrices, in order.
     """
 
     gate: Float32
@@ -87,10 +85,10 @@ class ReferenceFeedForward:
     experts: tuple[ReferenceFeedForward, ...] = ()
 
     def some(self, first: int, count: int) -> ReferenceFeedForward:
-        """The neurons first .. first + count by themselves, which have no biases."""
-        own = slice(first, first + count)
-        up = None if self.up is None else self.up[own]
-        return ReferenceFeedForward(self.gate[own], up, self.down[own])
+        """Neurons first .. first + count, without biases."""
+        neurons = slice(first, first + count)
+        up = None if self.up is None else self.up[neurons]
+        return ReferenceFeedForward(self.gate[neurons], up, self.down[neurons])
 
 
 class ReferenceBackend:
@@ -115,7 +113,7 @@ class ReferenceBackend:
         """Nothing to do: all weights are in memory, whatever the budget."""
 
     def trim(self) -> None:
-        """Nothing to do: numpy frees memory that no array holds."""
+        """Nothing to do: there is no scratch memory."""
 
     def close(self) -> None:
         """Nothing to do: weights are freed with their last reference."""
@@ -126,7 +124,7 @@ class ReferenceBackend:
     def load_linear(self, source: LinearSource) -> ReferenceLinear:
         weight = np.empty((source.rows, source.cols), dtype=np.float32)
         for row0, codes, scales, biases in source.chunks():
-            rows = dequantise(codes, scales, biases, source.stored, source.cols)
+            rows = dequantize_rows(codes, scales, biases, source.stored, source.cols)
             weight[row0 : row0 + len(rows)] = rows
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return ReferenceLinear(weight, bias)
@@ -180,16 +178,16 @@ class ReferenceBackend:
         if norm.centred:
             wide = wide - wide.mean(axis=-1, keepdims=True)
         mean_square = np.mean(np.square(wide), axis=-1, keepdims=True)
-        found: Float32 = (wide / np.sqrt(mean_square + norm.eps)).astype(np.float32) * norm.weight
-        return found if norm.bias is None else found + norm.bias
+        out: Float32 = (wide / np.sqrt(mean_square + norm.eps)).astype(np.float32) * norm.weight
+        return out if norm.bias is None else out + norm.bias
 
     def normed_heads(self, heads: Float32, norm: Norm, together: bool) -> Float32:
-        """norm(heads) for heads (T, H, Dh): of each head, or of all of a token as one vector."""
+        """heads (T, H, Dh), each normed, or with `together` all of a token as one vector."""
         if together:
             return self.normed(heads.reshape(len(heads), -1), norm).reshape(heads.shape)
-        own = norm.weight.reshape(-1, heads.shape[2])
-        bias = None if norm.bias is None else norm.bias.reshape(own.shape)
-        return self.normed(heads, norm._replace(weight=own, bias=bias))
+        weight = norm.weight.reshape(-1, heads.shape[2])
+        bias = None if norm.bias is None else norm.bias.reshape(weight.shape)
+        return self.normed(heads, norm._replace(weight=weight, bias=bias))
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         return x + self.normed(y, norm)
@@ -197,13 +195,13 @@ class ReferenceBackend:
     def gated(self, x: Float32, y: Float32, activation: Activation) -> Float32:
         return activate(x, activation) * y
 
-    def products(self, x: Float32, weight: Float32) -> Float32:
-        found: Float32 = x @ weight.T
-        return found
+    def small_linear(self, x: Float32, weight: Float32) -> Float32:
+        product: Float32 = x @ weight.T
+        return product
 
-    def as_large(self, x: Float32, other: Float32) -> Float32:
-        target, own = (np.mean(np.square(rows), axis=-1, keepdims=True) for rows in (other, x))
-        scaled: Float32 = x * np.sqrt(target / np.maximum(own, LEAST_MEAN_SQUARE))
+    def match_rms(self, x: Float32, other: Float32) -> Float32:
+        target, mean_square = (np.mean(np.square(rows), axis=-1, keepdims=True) for rows in (other, x))
+        scaled: Float32 = x * np.sqrt(target / np.maximum(mean_square, MIN_MEAN_SQUARE))
         return scaled
 
     def soft_cap(self, x: Float32, cap: float) -> Float32:
@@ -259,9 +257,9 @@ class ReferenceBackend:
         keys_end = qkv.shape[1] if latent or spec.keys_of is not None else (heads + kv_heads) * width
         parts = qkv[:, :keys_end].reshape(len(qkv), -1, width)
         if latent:
-            turned = self.rope(parts[:, :, latent:], cos, sin)
-            self.kv_write(kv, layer, parts[:, heads:, :latent], turned[:, heads:], position)
-            q = np.concatenate([parts[:, :heads, :latent], turned[:, :heads]], axis=2)
+            rotated = self.rope(parts[:, :, latent:], cos, sin)
+            self.kv_write(kv, layer, parts[:, heads:, :latent], rotated[:, heads:], position)
+            q = np.concatenate([parts[:, :heads, :latent], rotated[:, :heads]], axis=2)
             return self.attention(q, kv, layer, position, spec, tree, sinks)
         q, k = np.split(parts, [heads], axis=1)
         v = qkv[:, keys_end:].reshape(len(qkv), -1, sizes.value_width)
@@ -318,13 +316,13 @@ class ReferenceBackend:
     def linear_heads(self, x: Float32, weight: ReferenceLinear, heads: int) -> Float32:
         parts = np.split(x, heads, axis=1)
         matrices = np.split(weight.weight, heads)
-        return np.concatenate([own @ matrix.T for own, matrix in zip(parts, matrices, strict=True)], axis=1)
+        return np.concatenate([part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)], axis=1)
 
-    gated_delta = staticmethod(partial(of_pass, reference_delta.gated_delta))
-    replay_delta = staticmethod(partial(replay, reference_delta.gated_delta))
-    short_conv = staticmethod(reference_conv.short_conv)
-    mamba2 = staticmethod(partial(of_pass, reference_mamba2.mamba2))
-    replay_mamba2 = staticmethod(partial(replay, reference_mamba2.mamba2))
+    gated_delta = staticmethod(partial(recurrence.of_pass, recurrence.gated_delta))
+    replay_delta = staticmethod(partial(recurrence.replay, recurrence.gated_delta))
+    short_conv = staticmethod(recurrence.short_conv)
+    mamba2 = staticmethod(partial(recurrence.of_pass, recurrence.mamba2))
+    replay_mamba2 = staticmethod(partial(recurrence.replay, recurrence.mamba2))
     replay_conv = staticmethod(replay_conv)
 
     def sigmoid_gated(self, x: Float32, gates: Float32) -> Float32:
@@ -382,11 +380,11 @@ class ReferenceBackend:
         for expert in routing.experts.tolist():
             rows, weights = routing.rows_of(expert)
             if weight.experts:
-                own = weight.experts[expert]
+                neurons = weight.experts[expert]
             else:
-                own = weight.some(first + expert * experts.neurons, experts.neurons)
-            out: Float32 = hidden(x[rows], own, spec.feed_forward) @ own.down
-            total[rows] += weights * (out if own.biases.output is None else out + own.biases.output)
+                neurons = weight.some(first + expert * experts.neurons, experts.neurons)
+            out: Float32 = hidden(x[rows], neurons, spec.feed_forward) @ neurons.down
+            total[rows] += weights * (out if neurons.biases.output is None else out + neurons.biases.output)
         if apart is not None:
             total = dense_output + self.normed(total, apart.output)
         return total if added is None else added + total
@@ -420,31 +418,31 @@ class ReferenceBackend:
 
 
 def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> Float32:
-    """What the down projection multiplies, (T, F): activation(gate(x)) * up(x), or activation(gate(x))."""
+    """The down projection's input, (T, F): activation(gate(x)) * up(x), or activation(gate(x))."""
     gates: Float32 = x @ weight.gate.T
     if weight.biases.gates is not None:
         gates += weight.biases.gates
     if spec.cutoff is not None:
-        least = gates.mean(axis=1, keepdims=True) + gates.std(axis=1, keepdims=True) * np.float32(spec.cutoff)
-        gates = np.maximum(gates - least, np.float32(0))
-    found = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
+        mean, deviation = gates.mean(axis=1, keepdims=True), gates.std(axis=1, keepdims=True)
+        gates = np.maximum(gates - (mean + deviation * np.float32(spec.cutoff)), np.float32(0))
+    activated = activate(gates, spec.activation, spec.threshold, spec.clamp, spec.slope)
     if weight.up is not None:
         ups: Float32 = x @ weight.up.T
         if weight.up_bias is not None:
             ups += weight.up_bias
-        found *= activated_ups(ups, spec)
-    return found
+        activated *= activated_ups(ups, spec)
+    return activated
 
 
 def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
-    """What activated gates are multiplied by."""
+    """The factors (T, F) of activated gates."""
     if spec.activation == "clamped_swish":
         return np.clip(ups, np.float32(-spec.clamp), np.float32(spec.clamp)) + np.float32(1)
     return ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
 
 
 def _read_slices(source: FeedForwardSource, layout: SliceLayout, biases: Biases) -> ReferenceFeedForward:
-    """All neurons of a layer that is stored in slices."""
+    """All neurons of a layer stored in slices."""
     count, none = source.num_neurons, np.empty((0, source.hidden_size), np.float32)
     read = [
         _expert(joined_slices(source.read(at, layout.neurons), layout)[0], layout.tiles)
@@ -456,14 +454,14 @@ def _read_slices(source: FeedForwardSource, layout: SliceLayout, biases: Biases)
 
 
 def _read_experts(records: ExpertRecords | None) -> tuple[ReferenceFeedForward, ...]:
-    """A layer's experts that are stored as matrices; none if they are neurons."""
+    """A layer's experts stored as matrices; empty if they are runs of neurons."""
     if records is None or records.layout is None:
         return ()
     return tuple(_expert(records.read(expert), records.layout) for expert in range(records.count))
 
 
 def _expert(record: Bytes, layout: ExpertLayout) -> ReferenceFeedForward:
-    """The expert that a record (stride,) holds."""
+    """The expert in a record (stride,)."""
     matrices, biases = [], []
     for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
         stored = untiled(record[offset : offset + matrix.nbytes], matrix)
@@ -531,7 +529,7 @@ class _HeadView:
 
 
 def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
-    """A head's keys and values in a block. In latent attention: latents, and the parts of keys that turn."""
+    """A head's keys and values in a block. In latent attention: latents, and rotary parts of keys."""
     layout = kv.layout
     start = layout.head_offset(layer, head)
     dtype = _KV_TYPES[layout.kv_bits]
@@ -562,7 +560,7 @@ def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[F
     keys, values = [], []
     for head in range(kv.layout.heads[layer].keys):
         views = [_head_views(kv, block, layer, head) for block in range(kv.layout.blocks(length))]
-        k, v = (np.concatenate([view.read() for view in its])[:length] for its in zip(*views, strict=True))
+        k, v = (np.concatenate([it.read() for it in part])[:length] for part in zip(*views, strict=True))
         latent = kv.layout.heads[layer].latent
         keys.append(np.concatenate([k, v], axis=1) if latent else k)
         values.append(k if latent else v)

@@ -1,31 +1,34 @@
-"""Which experts each token goes to, and how much each counts: what follows a router's logits.
+"""Routing: the experts of each token and their weights, from a router's logits.
 
-In numpy, by additions, multiplications and divisions of single values alone, so that a row's result has the
-same bits on every machine and beside any other rows. Legend: T tokens, E experts, k chosen for a token.
+`route` is in numpy, by additions, multiplications and divisions of single values, so that a row's result has
+the same bits on every machine and beside any other rows. Legend: T tokens, E experts, k chosen for a token.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
+from ondevice.kernels import _native
 from ondevice.model_config import ExpertsSpec
+from ondevice.model_config.experts import Scoring
 from ondevice.records import dataclass
 
 Float64 = NDArray[np.float64]
 
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
-"""The natural logarithm of 2 in two parts, the first with few enough digits to be multiplied exactly."""
+"""The natural logarithm of 2 in two parts; the first has few digits, so that it is multiplied exactly."""
 _EXP_TERMS = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
-"""Factors of exp's series for less than half of that: the next is below a float64's last digit."""
-_LEAST_EXPONENT = -700.0
+"""Coefficients of exp's series, enough for arguments up to ln(2) / 2 in float64."""
+_MIN_EXPONENT = -700.0
 FEW = 8
-"""Numbers that are faster one by one: one takes 2 us and eight 10, an array of either 18 or more."""
+"""Largest number of values that are faster one by one (10 us) than as an array (18 us)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Routing:
 
     @cached_property
     def experts(self) -> Int32:
-        """The experts of all tokens, each once, ascending."""
+        """The distinct experts of all tokens, ascending."""
         return self.ids[0] if len(self.ids) == 1 else np.unique(self.ids)
 
     def rows_of(self, expert: int) -> tuple[NDArray[np.intp], Float32]:
@@ -51,100 +54,117 @@ class Routing:
 
     @property
     def gates(self) -> Float32:
-        """(T, E), above 0 for the experts alone that the router chose for a token."""
+        """(T, E), 1 for a token's experts and -1 for others."""
         gates = np.full((len(self.ids), self.count), -1.0, dtype=np.float32)
         gates[_each_row(self.ids), self.ids] = 1.0
         return gates
 
 
 def route(
-    logits: Float32,
-    spec: ExpertsSpec,
-    choice_bias: Float32 | None = None,
-    scales: Float32 | None = None,
+    logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None, scales: Float32 | None = None
 ) -> Routing:
-    """The experts of each token of logits (T, E), which stay as they are.
+    """The experts of each token of logits (T, E), which aren't changed.
 
     choice_bias: (E,). scales: (E,), factors of weights.
     """
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec)
-    scores, choice = _scores(logits, spec, choice_bias)
+    scores = logits if spec.scoring == "softmax" else sigmoid(logits)
+    choice = scores if choice_bias is None else scores + choice_bias
     among = choice if spec.groups == 1 else _of_best_groups(choice, spec)
     ids = np.sort(_highest(among, spec.chosen), axis=1)
     return _weighted(ids, logits, scores, spec, scales)
 
 
-def _scores(logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None) -> tuple[Float32, Float32]:
-    """(T, E) scores from which weights are made, and those by which experts are chosen."""
-    scores = logits if spec.scoring == "softmax" else sigmoid(logits)
-    return scores, scores.copy() if choice_bias is None else scores + choice_bias
+def native_route(
+    logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None, scales: Float32 | None = None
+) -> Routing:
+    """`route` in the native library, with the same bits."""
+    shape = len(logits), spec.chosen
+    ids, weights = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
+    _router(spec).route(logits, choice_bias, scales, ids, weights)
+    return Routing(ids, weights, spec.count)
+
+
+@lru_cache
+def _router(spec: ExpertsSpec) -> _native.Router:
+    return _native.Router(
+        get_args(Scoring).index(spec.scoring),
+        spec.count,
+        spec.chosen,
+        spec.renormalised,
+        spec.factor,
+        spec.groups,
+        spec.chosen_groups,
+        spec.jitter,
+        spec.group_best,
+    )
 
 
 def _weighted(
     ids: Int32, logits: Float32, scores: Float32, spec: ExpertsSpec, scales: Float32 | None
 ) -> Routing:
-    """The routing to experts ids (T, k), ascending in each row, with their weights."""
-    own = scores[_each_row(ids), ids].astype(np.float64)
+    """The routing to experts ids (T, k), ascending in each row."""
+    weights = scores[_each_row(ids), ids].astype(np.float64)
     if spec.scoring == "softmax":
         highest = logits.max(axis=1, keepdims=True)
         if spec.renormalised:
-            own = exp(own - highest)
+            weights = exp(weights - highest)
         else:
             shares = exp(logits.astype(np.float64) - highest)
-            own = shares[_each_row(ids), ids] / _sums(shares)
+            weights = shares[_each_row(ids), ids] / _sums(shares)
     if spec.renormalised:
-        own /= _sums(own) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
-    own = own * spec.factor if scales is None else own * spec.factor * scales[ids]
-    return Routing(ids, own.astype(np.float32), spec.count)
+        weights /= _sums(weights) + (1e-20 if spec.scoring == "sigmoid" else 0.0)
+    weights = weights * spec.factor if scales is None else weights * spec.factor * scales[ids]
+    return Routing(ids, weights.astype(np.float32), spec.count)
 
 
 def sigmoid(x: Float32) -> Float32:
     """1 / (1 + e^-x), rounded from float64; for x below -700, that of -700."""
     if x.size <= FEW:
-        each = [1.0 / (1.0 + _exp_of_one(min(-value, -_LEAST_EXPONENT))) for value in x.ravel().tolist()]
+        each = [1.0 / (1.0 + _exp_of_one(min(-value, -_MIN_EXPONENT))) for value in x.ravel().tolist()]
         return np.array(each, dtype=np.float32).reshape(x.shape)
-    return (1.0 / (1.0 + exp(np.minimum(-x, np.float32(-_LEAST_EXPONENT))))).astype(np.float32)
+    return (1.0 / (1.0 + exp(np.minimum(-x, np.float32(-_MIN_EXPONENT))))).astype(np.float32)
 
 
 def exp(x: NDArray[np.floating]) -> Float64:
-    """e^x in float64 for x up to 700; what is below -700 counts as that."""
-    wide = np.maximum(x.astype(np.float64), _LEAST_EXPONENT)
+    """e^x in float64 for x up to 700; x below -700 counts as -700."""
+    wide = np.maximum(x.astype(np.float64), _MIN_EXPONENT)
     twos = np.rint(wide * _LOG2_E)
     rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
-    found = np.full_like(rest, _EXP_TERMS[0])
+    total = np.full_like(rest, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
-        found *= rest
-        found += term
+        total *= rest
+        total += term
     # NaN stays NaN, whatever its power of two.
-    return np.ldexp(found, np.fmax(twos, 2.0 * _LEAST_EXPONENT).astype(np.int32))
+    return np.ldexp(total, np.fmax(twos, 2.0 * _MIN_EXPONENT).astype(np.int32))
 
 
 def _exp_of_one(x: float) -> float:
     """`exp` of one number, by the same steps."""
     if math.isnan(x):
         return x
-    wide = max(x, _LEAST_EXPONENT)
+    wide = max(x, _MIN_EXPONENT)
     twos = float(round(wide * _LOG2_E))
     rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
-    found = float(_EXP_TERMS[0])
+    total = float(_EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
-        found = found * rest + float(term)
-    return math.ldexp(found, int(twos))
+        total = total * rest + float(term)
+    return math.ldexp(total, int(twos))
 
 
 def _each_row(ids: Int32) -> NDArray[np.intp]:
-    """(T, 1) numbers of the rows of ids (T, k), beside which these name columns."""
+    """(T, 1) row numbers, to index with columns ids (T, k)."""
     return np.arange(len(ids))[:, None]
 
 
 def _highest(scores: Float32, count: int) -> Int32:
-    """(T, count) columns of the highest scores of each row; of equal ones the first."""
+    """(T, count) columns of the highest scores of each row; of equal ones the first win."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :count].astype(np.int32)
 
 
 def _of_best_groups(choice: Float32, spec: ExpertsSpec) -> Float32:
-    """Scores (T, E), but for -inf in all groups of experts other than a token's best."""
+    """Scores (T, E) with -inf outside a token's best groups of experts."""
     grouped = choice.reshape(len(choice), spec.groups, -1)
     two = np.sort(grouped, axis=2)[:, :, -2:]
     worth = two[:, :, 1] if spec.group_best == 1 else two[:, :, 1] + two[:, :, 0]
@@ -169,18 +189,18 @@ def _sparsemixer(logits: Float32, spec: ExpertsSpec) -> Routing:
         ids.append(chosen)
         weights.append(1.0 / _sums(shares))
         np.put_along_axis(left, chosen, -np.inf, axis=1)
-    chosen, own = np.concatenate(ids, axis=1), np.concatenate(weights, axis=1)
+    chosen, shares = np.concatenate(ids, axis=1), np.concatenate(weights, axis=1)
     order = np.argsort(chosen, axis=1, kind="stable")
-    own = np.take_along_axis(own, order, axis=1) * spec.factor
-    return Routing(np.take_along_axis(chosen, order, axis=1), own.astype(np.float32), spec.count)
+    shares = np.take_along_axis(shares, order, axis=1) * spec.factor
+    return Routing(np.take_along_axis(chosen, order, axis=1), shares.astype(np.float32), spec.count)
 
 
 def _sums(values: Float64) -> Float64:
-    """Sums over the last axis of (T, n), (T, 1), in one order, as `row_sums.row_sums` has it."""
-    found = values.copy()
-    width = found.shape[1]
+    """Sums (T, 1) over the last axis of (T, n), in the order of `row_sums.row_sums`."""
+    total = values.copy()
+    width = total.shape[1]
     while width > 1:
         half = -(-width // 2)
-        found[:, : width - half] += found[:, half:width]
+        total[:, : width - half] += total[:, half:width]
         width = half
-    return found[:, :1].copy()
+    return total[:, :1].copy()

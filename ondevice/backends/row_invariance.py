@@ -1,8 +1,8 @@
-"""Row invariance: up to how many rows of a pass a row has the bits that it has alone.
+"""Row invariance: the number of rows of a pass up to which a row has the bits that it has alone.
 
-Drafts leave a text as it is only on a backend that is row-invariant: a token must have the same bits beside
-draft tokens as in plain decoding. A backend lists its ops, in the shapes that run, and every op is measured
-on the device at hand: kernels are chosen by shapes and by the number of rows.
+Drafts leave a text unchanged only on a row-invariant backend: a token must have the same bits beside draft
+tokens as in plain decoding. Each op of a backend is measured on the device in the shapes of the model, as
+kernels are chosen by shapes and by the number of rows.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Literal, NamedTuple
 from ondevice.backends.base import Float32
 from ondevice.records import dataclass
 
-MOST_ROWS = 16
-"""Most rows of a pass that are measured."""
+MAX_ROWS = 16
+"""Largest number of rows that is measured."""
 ANY_ROWS = 1 << 20
-"""Width of a backend on which the number of rows makes no difference: more rows than any pass has."""
+"""Width of a backend whose bits don't depend on the number of rows: more rows than any pass has."""
 Kind = Literal["any", "chain", "tree"]
-"""The drafts that an op is part of: all, those that don't branch, or those that do or have streams."""
+"""The drafts that use an op: all, those that don't branch, or those that branch or have streams."""
 
 
 class RowOp(NamedTuple):
-    """An op of a backend over an input of its own, of `MOST_ROWS` rows.
+    """An op of a backend over an input of `MAX_ROWS` rows.
 
-    alone(row): (1, ...), that row's result by itself, as in plain decoding. together(rows): (rows, ...), the
-    results of the first rows in one call.
+    alone(row): (1, ...), one row's result, as in plain decoding. together(rows): (rows, ...), the results of
+    the first rows in one call.
     """
 
     name: str
@@ -36,9 +36,9 @@ class RowOp(NamedTuple):
 
 @dataclass(frozen=True)
 class RowWidths:
-    """Largest number of rows up to which every row of a pass has the bits that it has alone; 1: none other.
+    """Largest numbers of rows up to which every row of a pass has the bits that it has alone.
 
-    chain: of a draft whose tokens follow each other. tree: of one that branches, or that has streams.
+    chain: for drafts that don't branch. tree: for drafts that branch or have streams.
     """
 
     chain: int
@@ -46,12 +46,12 @@ class RowWidths:
 
     @property
     def nodes(self) -> int:
-        """Most nodes of a draft, its root included."""
+        """Largest number of nodes of a draft, its root included."""
         return self.tree if self.branches else self.chain
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may branch, and have streams in their own pass."""
+        """Whether drafts may branch, and have streams in the same pass."""
         return self.tree > 1
 
 
@@ -59,9 +59,8 @@ class RowWidths:
 class RowInvariance:
     """The widths of passes in which a backend gives each row the bits that it has alone.
 
-    device: the device that multiplies. ops: each op's width; empty if nothing was measured. skips_zeros:
-    whether a product over neurons has the same bits without those that add zero, so that modes `dense` and
-    `exact` give one text.
+    ops: each op's width; empty if nothing was measured. skips_zeros: whether a product over neurons has the
+    same bits without those that add zero, so that modes `dense` and `exact` give one text.
     """
 
     device: str
@@ -71,40 +70,40 @@ class RowInvariance:
 
     @property
     def narrowest(self) -> str:
-        """The op that gives a row other bits beside the fewest rows."""
+        """The op with the smallest width."""
         return min(self.ops, key=lambda name: self.ops[name], default="")
 
 
 BY_CONSTRUCTION = RowInvariance("cpu", RowWidths(ANY_ROWS, ANY_ROWS), {}, skips_zeros=True)
-"""Our own kernels: they compute every row by itself, in an order of their own."""
+"""The `cpu` backend: its kernels compute every row separately."""
 UNKNOWN = RowInvariance("", RowWidths(1, 1), {}, skips_zeros=False)
-"""A backend that makes no promise: it can't draft."""
+"""A backend without row invariance: it can't draft."""
 
 
 def width_of(op: RowOp) -> int:
-    """Largest number of rows up to which `op` gives each the bits that it has alone; MOST_ROWS at most."""
-    # Two rows first: where they differ, no kernels need be compiled for more.
-    for counts in (range(2, 3), range(3, MOST_ROWS + 1)):
+    """Largest number of rows up to which `op` gives each the bits that it has alone; MAX_ROWS at most."""
+    # Two rows first: where they differ, no kernels are compiled for more.
+    for counts in (range(2, 3), range(3, MAX_ROWS + 1)):
         alone = [op.alone(row).tobytes() for row in range(counts.stop - 1)]
         for rows in counts:
             together = op.together(rows)
             if any(together[row].tobytes() != alone[row] for row in range(rows)):
                 return rows - 1
-    return MOST_ROWS
+    return MAX_ROWS
 
 
 def measured(ops: Iterable[RowOp]) -> tuple[RowWidths, dict[str, int]]:
-    """The widths of a backend with these ops, and each op's own. `ops` is gone through once.
+    """The widths of a backend with these ops, and each op's width.
 
-    It ends at an op with which nothing can draft: what the others would do changes nothing.
+    Stops at the first op that rules out drafts.
     """
-    found: dict[str, int] = {}
-    widths = RowWidths(MOST_ROWS, MOST_ROWS)
-    least: dict[Kind, int] = {"any": MOST_ROWS, "chain": MOST_ROWS, "tree": MOST_ROWS}
+    op_widths: dict[str, int] = {}
+    widths = RowWidths(MAX_ROWS, MAX_ROWS)
+    min_rows: dict[Kind, int] = {"any": MAX_ROWS, "chain": MAX_ROWS, "tree": MAX_ROWS}
     for op in ops:
-        found[op.name] = width_of(op)
-        least[op.kind] = min(least[op.kind], found[op.name])
-        widths = RowWidths(min(least["any"], least["chain"]), min(least["any"], least["tree"]))
+        op_widths[op.name] = width_of(op)
+        min_rows[op.kind] = min(min_rows[op.kind], op_widths[op.name])
+        widths = RowWidths(min(min_rows["any"], min_rows["chain"]), min(min_rows["any"], min_rows["tree"]))
         if widths.nodes == 1:
             break
-    return widths, found
+    return widths, op_widths

@@ -1,4 +1,4 @@
-"""Ops on float32 rows in numpy, whose every sum has one order, whatever the machine and the rows beside.
+"""Ops on float32 rows in numpy, with one order of summation on every machine and beside any other rows.
 
 Legend: T tokens, K and N columns and rows of a small matrix.
 """
@@ -9,13 +9,13 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 
-LEAST_MEAN_SQUARE = np.float32(1e-5)
+MIN_MEAN_SQUARE = np.float32(1e-5)
 
 
 def row_sums(values: Float32) -> Float32:
-    """Sums over the last axis of (T, K), (T, 1): halves are added to each other until one column is left.
+    """Sums (T, 1) over the last axis of (T, K): halves are added to each other until one column is left.
 
-    Elementwise additions alone round the same everywhere. Overwrites `values`.
+    Elementwise additions round the same everywhere. Overwrites `values`.
     """
     width = values.shape[1]
     while width > 1:
@@ -25,29 +25,29 @@ def row_sums(values: Float32) -> Float32:
     return values[:, :1].copy()
 
 
-def products(x: Float32, weight: Float32) -> Float32:
-    """x @ weight^T, (T, N), for x (T, K) and few rows of weights (N, K)."""
-    found = np.empty((len(x), len(weight)), dtype=np.float32)
+def small_linear(x: Float32, weight: Float32) -> Float32:
+    """x @ weight^T, (T, N), for x (T, K) and a small weight (N, K)."""
+    out = np.empty((len(x), len(weight)), dtype=np.float32)
     for n, row in enumerate(weight):
-        found[:, n : n + 1] = row_sums(x * row)
-    return found
+        out[:, n : n + 1] = row_sums(x * row)
+    return out
 
 
-def as_large(x: Float32, other: Float32) -> Float32:
+def match_rms(x: Float32, other: Float32) -> Float32:
     """Rows of x (T, D) scaled to the root mean square of those of `other` (T, D)."""
     width = np.float32(x.shape[1])
     target = np.sqrt(row_sums(other * other) / width)
-    own = np.sqrt(np.maximum(row_sums(x * x) / width, LEAST_MEAN_SQUARE))
-    scaled: Float32 = x * (target / own)
+    rms = np.sqrt(np.maximum(row_sums(x * x) / width, MIN_MEAN_SQUARE))
+    scaled: Float32 = x * (target / rms)
     return scaled
 
 
 def cut_off(gates: Float32, deviations: float) -> None:
-    """Lessen each row of gates (T, F) by its mean and `deviations` times its spread, to 0 at least."""
+    """Subtract mean + deviations * standard deviation from each row of gates (T, F), with a minimum of 0."""
     count = np.float32(gates.shape[1])
     mean = row_sums(gates.copy()) / count
     from_mean = gates - mean
     from_mean *= from_mean
-    least = mean + np.sqrt(row_sums(from_mean) / count) * np.float32(deviations)
-    gates -= least
+    threshold = mean + np.sqrt(row_sums(from_mean) / count) * np.float32(deviations)
+    gates -= threshold
     np.maximum(gates, 0, out=gates)

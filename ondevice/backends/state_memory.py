@@ -1,7 +1,7 @@
-"""Where the states of recurrent layers are kept: in one buffer for all layers, or in a backend's own arrays.
+"""Memory of recurrent layers' states: one block of bytes for all layers, or a backend's arrays.
 
-A buffer holds one state of every layer, or the inputs of the tokens that run ahead. What it holds is known
-here and to the backend's ops; `model/` allocates buffers, copies them and gives them back.
+A buffer holds one state of every layer, or the inputs of the tokens that run ahead. `model/` allocates,
+copies and frees buffers, which are opaque to it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,40 @@ Bytes: TypeAlias = NDArray[np.uint8]
 class StateMemory(Protocol):
     """The buffers of a model's texts."""
 
-    def made(self, allocate: Callable[[int], Any], nbytes: int) -> Buffer:
-        """A new buffer, which `allocate` accounts for. Raises what that raises, and MemoryError."""
-        ...
+    def new_buffer(self, allocate: Callable[[int], Any], nbytes: int) -> Buffer:
+        """A new buffer, accounted for by `allocate`. Raises MemoryError, and what `allocate` raises."""
 
     def clear(self, buffer: Buffer) -> None:
-        """Make all states zero."""
-        ...
+        """Set all states to zero."""
 
     def copy(self, source: Buffer, target: Buffer) -> None:
-        """Give `target` what `source` has."""
-        ...
+        """Copy `source` to `target`."""
 
     def state(self, buffer: Buffer, layer: int) -> Any:
-        """A layer's state, as ops take it: to be read, or written."""
-        ...
+        """A layer's state, as ops read and write it."""
 
     def inputs(self, buffer: Buffer, layer: int, count: int) -> tuple[Any, Any]:
         """A layer's inputs of the first `count` tokens, as ops take them."""
-        ...
 
     def move_inputs(self, buffer: Buffer, sources: Sequence[int]) -> None:
-        """Keep the inputs of the tokens `sources`, ascending, in the place of those of the first."""
-        ...
+        """Move the inputs of the tokens `sources`, ascending, to the start of the buffer."""
 
     def data(self, buffer: Buffer) -> Bytes:
-        """The states as they lie in files, (layout.nbytes,): a view or a copy."""
-        ...
+        """The states in their file format, (layout.nbytes,): a view or a copy."""
 
     def load(self, buffer: Buffer, read: Callable[[Bytes], None]) -> None:
-        """Let `read` fill the states, as `data` gave them."""
-        ...
+        """Let `read` fill the states, in the format of `data`."""
 
 
 class HostStates:
-    """`StateMemory` in blocks of bytes, as the allocator gives them; states and inputs are numpy's views."""
+    """`StateMemory` in blocks of bytes; states and inputs are numpy views."""
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
 
-    def made(self, allocate: Callable[[int], Any], nbytes: int) -> Bytes:
-        found: Bytes = allocate(nbytes)
-        return found
+    def new_buffer(self, allocate: Callable[[int], Any], nbytes: int) -> Bytes:
+        buffer: Bytes = allocate(nbytes)
+        return buffer
 
     def clear(self, buffer: Bytes) -> None:
         buffer.fill(0)

@@ -1,4 +1,4 @@
-"""Values of stored rows in plain numpy: what backends take that don't multiply a bundle's own layout."""
+"""Values of stored rows in plain numpy, for backends that don't multiply a bundle's layout."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ondevice.backends.base import (
-    Bytes,
-    EmbeddingSource,
-    Float16,
-    Float32,
-    Int32,
-    RowChunk,
-)
+from ondevice.backends.base import Bytes, EmbeddingSource, Float16, Float32, Int32, RowChunk
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.codes import E2M1, powers, unpack, values_of_table, values_of_two_levels
 from ondevice.bundle.layout import TileLayout
@@ -22,13 +15,13 @@ from ondevice.bundle.tiles import StoredMatrix, in_rows, lane_rows, rows_format,
 from ondevice.config import RowFormat
 
 PIECE_BYTES = 1 << 20
-"""Most bytes of tiles that become rows at a time, or in which tokens are looked up, unless one has more."""
+"""Bytes of tiles that become rows, or in which tokens are looked up, at a time; at least one tile."""
 
 
 class RowsOfTiles:
     """`LinearSource` of the rows of a matrix that is stored as tiles.
 
-    nearest: whether they are in the format `rows_format`, and not in one that tiles alone have.
+    nearest: whether formats that only tiles have are converted to `rows_format`.
     """
 
     def __init__(self, source: TiledSource, nearest: bool = False) -> None:
@@ -68,12 +61,12 @@ def table_rows(table: EmbeddingSource, tokens: Int32) -> Float32:
 
 
 def tokens_at_once(layout: TileLayout) -> int:
-    """Tokens whose tiles are in memory at once where they are looked up."""
+    """Number of tokens whose tiles are in memory at once in a look-up."""
     return max(1, PIECE_BYTES // layout.stride)
 
 
 def _lanes(records: Bytes, lanes: Int32, row: RowLayout) -> Float32:
-    """The row lanes[i] of the tile with which record i begins, (n, cols)."""
+    """Row lanes[i] of the tile at the start of record i, (n, cols)."""
     tiles = np.ascontiguousarray(records[:, : TILE_ROWS * row.nbytes])
     rows = lane_rows(tiles, row).reshape(len(tiles), TILE_ROWS, -1)[np.arange(len(tiles)), lanes]
     return values_of(untiled(tiles_of_lanes(rows, row).reshape(-1), TiledMatrix(len(rows), row)), row)
@@ -81,7 +74,7 @@ def _lanes(records: Bytes, lanes: Int32, row: RowLayout) -> Float32:
 
 def values_of(stored: StoredMatrix, row: RowLayout) -> Float32:
     """The rows of a matrix, dequantised: (R, cols)."""
-    return dequantise(stored.codes, stored.scales, stored.biases, row.stored, row.cols)
+    return dequantize_rows(stored.codes, stored.scales, stored.biases, row.stored, row.cols)
 
 
 def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
@@ -91,13 +84,13 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
     codes = records[:, offset:scales_at]
     scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(row.scale_type)
     biases = np.ascontiguousarray(records[:, biases_at : biases_at + row.biases_bytes]).view(np.float16)
-    return dequantise(codes, scales, biases, row.stored, row.cols)
+    return dequantize_rows(codes, scales, biases, row.stored, row.cols)
 
 
-def dequantise(
+def dequantize_rows(
     codes: Bytes, scales: Float16 | Bytes, biases: Float16, stored: RowFormat, cols: int
 ) -> Float32:
-    """Stored rows as (n, cols) float32: what `config.Scales` says of each format."""
+    """Stored rows as (n, cols) float32, by the formats of `config.Scales`."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
     codes = unpack(np.ascontiguousarray(codes), stored.bits)

@@ -1,4 +1,4 @@
-"""A matrix on disk in the layout that the kernels multiply, and what reads it."""
+"""A matrix on disk in the layout that the kernels multiply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.bundle.matrix_layout import TiledMatrix
 
 
 class TileChunk(NamedTuple):
-    """Tiles of 16 rows, the first one being number `first`. They are valid until the next chunk is read."""
+    """Tiles of 16 rows from number `first` on, valid until the next chunk is read."""
 
     first: int
     tiles: NDArray[np.uint8]
@@ -20,11 +20,10 @@ class TileChunk(NamedTuple):
 
 
 class TiledSource(Protocol):
-    """A matrix on disk as tiles, read once in bounded pieces of ascending tiles."""
+    """A matrix stored as tiles on disk, read once in bounded chunks of ascending tiles."""
 
     @property
     def matrix(self) -> TiledMatrix: ...
 
     def chunks(self) -> Iterator[TileChunk]:
         """Yields every tile once. Raises FlashReadError if the bytes don't match their checksum."""
-        ...

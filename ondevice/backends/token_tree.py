@@ -1,4 +1,4 @@
-"""Trees of tokens that go through a model in one pass, such as draft trees.
+"""Trees of tokens in one forward pass, such as draft trees.
 
 Legend: n nodes, flattened so that a parent comes before its children.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 
 MAX_DEPTH = 63
-"""Largest depth of a node: a path from a root has at most 64 tokens, as many as a block of keys."""
+"""Largest depth of a node: a path has at most 64 tokens, the size of a block of keys."""
 
 
 class TokenTree:
@@ -31,37 +31,36 @@ class TokenTree:
                 raise ValueError(f"a path of more than {MAX_DEPTH + 1} tokens ends in node {node}")
         self.parents: Int32 = np.array(parents, dtype=np.int32)
         self.depths: Int32 = np.array(depths, dtype=np.int32)
-        """(n,) number of the tree's tokens before each node on its path."""
+        """(n,) number of nodes before each node on its path."""
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every token follows the one before it, as in a text."""
+        """Whether every node follows the one before it, as in a text."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def path(self, node: int) -> list[int]:
         """The nodes from a root to `node`, both included."""
-        found = []
+        nodes = []
         while node >= 0:
-            found.append(node)
+            nodes.append(node)
             node = int(self.parents[node])
-        return found[::-1]
+        return nodes[::-1]
 
     def visible(self, position: int, window: int) -> NDArray[np.bool_]:
         """(n, position + n), True where node i sees the token stored in place p.
 
-        The tree's nodes are stored from place `position` on; their logical positions follow each other along
-        each path. A node sees the tokens before the tree, its ancestors and itself; with window > 0, only
-        the last `window` of these.
+        Nodes are stored from place `position` on. A node sees the tokens before the tree, its ancestors and
+        itself; with window > 0, only the last `window` of these.
         """
-        own = np.zeros((len(self), len(self)), dtype=bool)
+        ancestors = np.zeros((len(self), len(self)), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                own[node] = own[parent]
-            own[node, node] = True
-        seen = np.concatenate([np.ones((len(self), position), dtype=bool), own], axis=1)
+                ancestors[node] = ancestors[parent]
+            ancestors[node, node] = True
+        seen = np.concatenate([np.ones((len(self), position), dtype=bool), ancestors], axis=1)
         if window:
             lies_at = np.concatenate([np.arange(position), position + self.depths])
             seen &= lies_at[None, :] > position + self.depths[:, None] - window

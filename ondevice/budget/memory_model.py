@@ -43,7 +43,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.weight_shapes import extra_matrices, vectors_size
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.model.rope import AHEAD
-from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.records import dataclass
 from ondevice.sparsity.expert_reuse import history_bytes
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, is_drafter, runs_streams
@@ -257,7 +257,7 @@ class MemoryModel(ABC):
         and those that streams begin with, go with it.
         """
         config, speculation = self.config, self.runtime.speculation
-        if config.part == WHOLE:
+        if config.part == FULL_MODEL:
             return 0
         row = config.hidden_size * config.residual_copies
         row += config.per_layer_width * (config.part.layers - config.part.first)
@@ -322,7 +322,7 @@ class MemoryModel(ABC):
         gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
         within += max(gates, default=0)
         # What a mixer beside attention gives, copied.
-        beside = [layer.mixer_beside for layer in config.layers]
+        beside = [layer.parallel_mixer for layer in config.layers]
         within += max((own.value_size for own in beside if own is not None), default=0)
         if config.cut_off_layers:
             within += 2 * max(map(config.neurons, config.cut_off_layers))

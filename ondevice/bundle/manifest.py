@@ -44,7 +44,7 @@ from ondevice.config import (
 )
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.hashing import sha256_hex
-from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.records import dataclass
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 from ondevice.tokenizer.infill import InfillTokens
@@ -203,7 +203,7 @@ def parse_manifest(data: bytes) -> Manifest:
     generation = _parse_generation(root.section("generation"))
     provenance = _parse_provenance(root.section("provenance"))
     files = _parse_files(root.section("files"), bundle_files(config, tokenizer))
-    part_of = _hash(root, "part_of") if config.part != WHOLE else None
+    part_of = _hash(root, "part_of") if config.part != FULL_MODEL else None
     root.close()
     return Manifest(config, quant, tokenizer, generation, provenance, files, part_of)
 

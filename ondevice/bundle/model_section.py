@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ondevice.bundle.strict_json import Section
 from ondevice.model_config import (
+    FULL_MODEL,
     MAX_CHOSEN,
     MAX_DEVIATIONS,
     MAX_EXPERT_NEURONS,
@@ -18,7 +19,6 @@ from ondevice.model_config import (
     MAX_WEIGHT_FACTOR,
     SIZE_LIMITS,
     STATE_SIZES,
-    WHOLE,
     Activation,
     AttentionSpec,
     ConvSpec,
@@ -91,7 +91,7 @@ _PLAIN_EXPERTS = {
     "layout": "matrices",
     "bias": False,
 }
-_PLAIN_PART = asdict(WHOLE) | {"widths": [], "states": []}
+_PLAIN_PART = asdict(FULL_MODEL) | {"widths": [], "states": []}
 _PLAIN_ATTENTION = {
     "value_norm": False,
     "sinks": False,

@@ -26,7 +26,7 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.errors import BundleError
 from ondevice.hashing import sha256_hex
-from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.records import dataclass
 
 MAX_POINTS = 16
@@ -147,7 +147,7 @@ def parse_part_of(section: Section, config: ModelConfig) -> str:
 
     Raises BundleError.
     """
-    return section.text("part_of", 64) if config.part != WHOLE else ""
+    return section.text("part_of", 64) if config.part != FULL_MODEL else ""
 
 
 def parse_bits(section: Section) -> Literal[4, 8, 16]:

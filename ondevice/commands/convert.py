@@ -199,15 +199,15 @@ def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force
     """
     from ondevice.measure.expected_speed import forecast_source
 
-    foreseen = prepared.foreseen(trains)
-    if not foreseen.download_bytes or (resume and prepared.is_converted):
+    estimate = prepared.estimate(trains)
+    if not estimate.download_bytes or (resume and prepared.is_converted):
         return
     prepared.check_output(resume, force)
     if keeps:
         say(
             "rounding by a text reads the checkpoint more than once, so its files are kept in the hub's cache"
         )
-    say(f"{foreseen.name}:")
-    say(offer_text(foreseen, forecast_source(prepared, prepared.least_plan(RuntimeConfig()))))
-    foreseen.require_space()
+    say(f"{estimate.name}:")
+    say(offer_text(estimate, forecast_source(prepared, prepared.smallest_plan(RuntimeConfig()))))
+    estimate.require_space()
     confirm("download and convert it?", yes, "nothing was downloaded or written")

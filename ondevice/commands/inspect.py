@@ -87,7 +87,7 @@ def _inspect_source(model: str, runtime: RuntimeConfig, curve: Path | None, as_j
     from ondevice.runtime.conversion import prepare
 
     with prepare(model, needs_weights=False) as prepared:
-        plan = prepared.least_plan(runtime)
+        plan = prepared.smallest_plan(runtime)
         forecast = forecast_source(prepared, plan)
         _draw(forecast, prepared.name, curve)
         facts = source_inspection(prepared, plan, forecast)

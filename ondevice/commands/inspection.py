@@ -18,7 +18,7 @@ from ondevice.commands.reports import lossy_lines, parts, percent, residency, si
 from ondevice.commands.speed_reports import speed_lines
 from ondevice.commands.training_reports import expert_cost_table, stream_facts, trained_facts
 from ondevice.measure.expected_speed import SpeedForecast
-from ondevice.model_config import WHOLE, ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.runtime.conversion import Prepared
 from ondevice.runtime.mode_change import mode_change
 from ondevice.runtime.models import (
@@ -67,7 +67,7 @@ def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -
     `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan` belongs
     to the plan's own modes.
     """
-    bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
+    bundle, plan, smallest = resolved.bundle, resolved.plan, resolved.smallest_plan
     predictors = bundle.predictors
     modes = _modes(bundle)
     change = mode_change(resolved)
@@ -88,10 +88,10 @@ def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -
         "draft_layers": [layer.kind for layer in (bundle.eagle, bundle.mtp) if layer is not None],
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
-        "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
-        "minimum_budget_sparsity": frugal.plan.sparsity,
-        "minimum_budget_speculation": frugal.runtime.speculation,
-        "minimum_budget_context": frugal.plan.max_context,
+        "minimum_budget_bytes": smallest.plan.minimum_budget_bytes,
+        "minimum_budget_sparsity": smallest.plan.sparsity,
+        "minimum_budget_speculation": smallest.runtime.speculation,
+        "minimum_budget_context": smallest.plan.max_context,
         "fitting_context": resolved.fitting_context,
         "mode_change": None if change is None else asdict(change),
         "plan": plan.to_json(),
@@ -101,12 +101,12 @@ def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -
 
 def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -> str:
     """`inspect` for people: the model, its modes with reasons, the plan part by part, speeds by budget."""
-    bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
+    bundle, plan, smallest = resolved.bundle, resolved.plan, resolved.smallest_plan
     config = bundle.config
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
-        *([] if config.part == WHOLE else [part_words(bundle.manifest)]),
+        *([] if config.part == FULL_MODEL else [part_words(bundle.manifest)]),
         *_widths_lines(config),
         "sparsity modes:",
         *map(_mode_line, _modes(bundle)),
@@ -124,9 +124,10 @@ def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = No
         *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),
         *([f"at the start of a text: {size(plan.start_bytes)}", residency(plan)] if plan.fits else []),
         *_mode_change_lines(resolved),
-        *([] if frugal is resolved else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
-        f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
-        *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
+        *([] if smallest is resolved else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
+        f"smallest budget that works: {size(smallest.plan.minimum_budget_bytes)}, "
+        f"with {_modes_taken(smallest)}:",
+        *(_part_line(what, nbytes, 40) for what, nbytes in smallest.plan.minimum_parts.items()),
         f"everything resident: {size(plan.full_bytes)}",
         f"fits: {verdict(plan, resolved.fitting_context)}",
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
@@ -137,15 +138,15 @@ def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = No
 
 def source_inspection(prepared: Prepared, plan: Plan, forecast: SpeedForecast) -> dict[str, Any]:
     """The object that `inspect --json` prints of a checkpoint that isn't converted yet."""
-    foreseen = prepared.foreseen()
+    estimate = prepared.estimate()
     return {
-        "model": foreseen.name,
+        "model": estimate.name,
         "converted": False,
-        "architecture": foreseen.architecture,
-        "parameters": foreseen.parameters,
-        "download_bytes": foreseen.download_bytes,
-        "bundle_bytes": foreseen.bundle_bytes,
-        "quantisation": foreseen.quantisation,
+        "architecture": estimate.architecture,
+        "parameters": estimate.parameters,
+        "download_bytes": estimate.download_bytes,
+        "bundle_bytes": estimate.bundle_bytes,
+        "quantisation": estimate.quantisation,
         "minimum_budget_bytes": plan.minimum_budget_bytes,
         "plan": plan.to_json(),
         "speed": forecast.to_json(),
@@ -154,10 +155,10 @@ def source_inspection(prepared: Prepared, plan: Plan, forecast: SpeedForecast) -
 
 def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForecast) -> str:
     """`inspect` of a checkpoint that isn't converted yet, for people."""
-    foreseen = prepared.foreseen()
+    estimate = prepared.estimate()
     lines = [
-        f"{foreseen.name}: {foreseen.architecture}, {foreseen.parameters:,} parameters, not converted yet; "
-        f"as {foreseen.quantisation} its bundle would have {size(foreseen.bundle_bytes)}",
+        f"{estimate.name}: {estimate.architecture}, {estimate.parameters:,} parameters, not converted yet; "
+        f"as {estimate.quantisation} its bundle would have {size(estimate.bundle_bytes)}",
         f"smallest budget that works: about {size(plan.minimum_budget_bytes)}, {context_words(plan)}, with "
         f"--sparsity {plan.sparsity} --speculation off:",
         *(_part_line(what, nbytes, 40) for what, nbytes in plan.minimum_parts.items()),
@@ -172,7 +173,7 @@ def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForeca
 def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
     """What a slice of a model has; None for a whole one."""
     part = bundle.config.part
-    if part == WHOLE:
+    if part == FULL_MODEL:
         return None
     return {
         "first_layer": part.first,
@@ -229,12 +230,12 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
     total, use = layers * experts.count, resolved.bundle.expert_use
     kept = total if resolved.runtime.backend == "reference" else min(total, plan.kept_slots)
     # A calibration's text chose as the model does.
-    fewer = resolved.own_experts > 0
+    fewer = resolved.default_experts > 0
     return {
         "layers": layers,
         "count": experts.count,
         "chosen": experts.chosen,
-        "own_chosen": resolved.own_experts or experts.chosen,
+        "own_chosen": resolved.default_experts or experts.chosen,
         "lossy": fewer,
         "expert_bytes": nbytes,
         "cycle_bytes": layers * experts.chosen * nbytes,

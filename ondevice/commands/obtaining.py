@@ -14,7 +14,7 @@ from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError, 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import Bundle
     from ondevice.measure.expected_speed import SpeedForecast
-    from ondevice.runtime.conversion import Foreseen, Prepared
+    from ondevice.runtime.conversion import ConversionEstimate, Prepared
     from ondevice.runtime.models import ConversionProgress
 
 _CONVERTED = "_ONDEVICE_CONVERTED"
@@ -72,12 +72,12 @@ def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> N
             )
         prepared.require_tokenizer()
         prepared.check_output(resume=True, force=False)
-        plan = prepared.least_plan(runtime)
-        foreseen = prepared.foreseen()
-        say(f"{foreseen.name} isn't converted yet.")
-        say(offer_text(foreseen, forecast_source(prepared, plan)))
+        plan = prepared.smallest_plan(runtime)
+        estimate = prepared.estimate()
+        say(f"{estimate.name} isn't converted yet.")
+        say(offer_text(estimate, forecast_source(prepared, plan)))
         prepared.require_fit(plan)
-        foreseen.require_space()
+        estimate.require_space()
         confirm("convert it?", yes, "nothing was downloaded or written")
         take_interrupts()
         try:
@@ -116,37 +116,37 @@ def shown(done: ConversionProgress) -> tuple[float, str]:
     return done.fraction, f"{done.step}{left}"
 
 
-def offer_text(foreseen: Foreseen, forecast: SpeedForecast) -> str:
+def offer_text(estimate: ConversionEstimate, forecast: SpeedForecast) -> str:
     """What a conversion downloads and writes, and what its bundle will need and give, in lines."""
     from ondevice.commands.reports import size
     from ondevice.commands.speed_reports import speed_words
 
     lines = [
-        f"model     {foreseen.architecture}, {foreseen.parameters:,} parameters, as {foreseen.quantisation}"
+        f"model     {estimate.architecture}, {estimate.parameters:,} parameters, as {estimate.quantisation}"
     ]
-    if foreseen.download_bytes:
-        kept = "kept in the hub's cache" if foreseen.kept_bytes else "none of it stored as it is"
-        lines.append(f"download  {size(foreseen.download_bytes)}, {kept}")
-    lines.append(f"write     {size(foreseen.bundle_bytes)} to {foreseen.output}, where {_room(foreseen)}")
-    if foreseen.source_bytes:
+    if estimate.download_bytes:
+        kept = "kept in the hub's cache" if estimate.kept_bytes else "none of it stored as it is"
+        lines.append(f"download  {size(estimate.download_bytes)}, {kept}")
+    lines.append(f"write     {size(estimate.bundle_bytes)} to {estimate.output}, where {_room(estimate)}")
+    if estimate.source_bytes:
         lines.append(
-            f"source    {size(foreseen.source_bytes)}, which stay: with the bundle "
-            f"{size(foreseen.source_bytes + foreseen.bundle_bytes)} of the disk; `ondevice convert "
+            f"source    {size(estimate.source_bytes)}, which stay: with the bundle "
+            f"{size(estimate.source_bytes + estimate.bundle_bytes)} of the disk; `ondevice convert "
             "--remove-source` deletes a GGUF file once its bundle is verified"
         )
     least_bytes = forecast.by_budget[0].budget_bytes
     lines.append(f"memory    {size(least_bytes)}, about, is the smallest budget that it will run in")
     lines.append(f"speed     {speed_words(forecast)}")
-    if foreseen.present_bytes:
-        lines.append(f"begun     {size(foreseen.present_bytes)} are written already, and aren't made again")
+    if estimate.present_bytes:
+        lines.append(f"begun     {size(estimate.present_bytes)} are written already, and aren't made again")
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _room(foreseen: Foreseen) -> str:
+def _room(estimate: ConversionEstimate) -> str:
     from ondevice.units import format_bytes
 
-    passing = f", and {format_bytes(foreseen.passing_bytes)} meanwhile" if foreseen.passing_bytes else ""
-    return f"{format_bytes(foreseen.free_bytes)} are free{passing}"
+    passing = f", and {format_bytes(estimate.passing_bytes)} meanwhile" if estimate.passing_bytes else ""
+    return f"{format_bytes(estimate.free_bytes)} are free{passing}"
 
 
 def may_be_checkpoint(model: str) -> bool:

@@ -9,7 +9,7 @@ from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import DECODE_TOKENS, SlotShape
 from ondevice.bundle.parts import layer_words
 from ondevice.bundle.reader import Bundle
-from ondevice.model_config import WHOLE
+from ondevice.model_config import FULL_MODEL
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.stats import GenerationStats, RankStats
@@ -39,7 +39,7 @@ def opening(bundle: Bundle, plan: Plan) -> str:
 def model_words(bundle: Bundle) -> str:
     """The model's name, with the layers that are here where other machines have some too."""
     config, part = bundle.config, bundle.config.part
-    if part == WHOLE:
+    if part == FULL_MODEL:
         return bundle.name
     return f"{bundle.name}, {layer_words(part.first, part.first + config.num_layers)} of {part.layers}"
 
@@ -51,7 +51,7 @@ def fewer_experts(chosen: int, own: int) -> str:
 
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
     """What the options do to the text of a model with experts; none for other models."""
-    runtime, own = resolved.runtime, resolved.own_experts
+    runtime, own = resolved.runtime, resolved.default_experts
     if resolved.bundle.config.experts is None:
         return []
     return [fewer_experts(runtime.experts, own)] if own else []

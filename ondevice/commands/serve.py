@@ -170,7 +170,7 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
 
     tokenizer, file = text_tokenizer(resolved), resolved.runtime.chat_template
     context = resolved.plan.max_context
-    facts = facts_of(resolved.bundle.name, resolved.bundle, resolved.frugal.plan, tokenizer, context)
+    facts = facts_of(resolved.bundle.name, resolved.bundle, resolved.smallest_plan.plan, tokenizer, context)
     return replace(facts, template=decoded(read_template(file))) if file else facts
 
 

@@ -28,7 +28,7 @@ from ondevice.errors import BudgetError, UnsupportedModelError, UsageError
 from ondevice.model_config import LayerSpec, ModelConfig, cut_places, part_config
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import memory_model
-from ondevice.runtime.models import of_part
+from ondevice.runtime.models import for_slice
 from ondevice.speculation.registry import datastore_bytes, used_draft_layer
 from ondevice.units import format_bytes
 
@@ -296,7 +296,7 @@ class _Ranges:
         key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[layer_slice])
         if key not in self._plans:
             config = part_config(bundle.config, first, stop, embeds, embeds)
-            runtime = of_part(config, self._runtime)
+            runtime = for_slice(config, self._runtime)
             quant = part_quant(bundle.quant, config, first)
             memory = memory_model(config, quant, runtime, predictors, streams)
             if embeds:

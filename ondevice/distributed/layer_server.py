@@ -52,7 +52,7 @@ def serve_layers(
     try:
         states = model.kv.new_state
         LayerServer(
-            model.transformer, transport, states, model.before_pass, model.grow_beside, model.rank_stats
+            model.transformer, transport, states, model.before_pass, model.grow_weights, model.rank_stats
         ).run()
     finally:
         model.close()

@@ -134,9 +134,9 @@ def _pass_header(passed: PassMessage, arrays: list[Array]) -> dict[str, Any]:
 
 def _state_header(state: PassState, arrays: list[Array]) -> dict[str, Any]:
     others = [it for it in (state.inputs, state.branches) if it is not None]
-    arrays += [*state.copies, *others, *state.tapped]
+    arrays += [*state.residual_streams, *others, *state.tapped]
     return {
-        "copies": len(state.copies),
+        "copies": len(state.residual_streams),
         "inputs": state.inputs is not None,
         "branches": state.branches is not None,
         "tapped": len(state.tapped),
@@ -258,11 +258,11 @@ class _MessageReader:
             raise BundleError("a pass of several sequences has no streams and taps")
         if not tokens and batch.stream_rows != self._streams:
             raise BundleError(f"a pass has {batch.stream_rows} rows of streams; a token has {self._streams}")
-        for copy in state.copies:
+        for copy in state.residual_streams:
             if len(copy) != rows + batch.stream_rows:
                 raise BundleError(f"a pass of {rows + batch.stream_rows} rows has a state of {len(copy)}")
         self._check_results(message, tokens)
-        if len(state.copies) != self._config.residual_copies or (state.inputs is None) == bool(
+        if len(state.residual_streams) != self._config.residual_copies or (state.inputs is None) == bool(
             self._config.per_layer_width
         ):
             raise BundleError("a pass has not the copies and inputs of this model")

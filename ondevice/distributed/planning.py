@@ -18,7 +18,7 @@ from ondevice.distributed.division import Division, RankResources, divide
 from ondevice.distributed.hosts import HostEntry, named_budget, read_hosts
 from ondevice.distributed.speed import measured_resources, usable_bytes
 from ondevice.errors import UnsupportedModelError, system_refusals
-from ondevice.model_config import WHOLE, cut_places
+from ondevice.model_config import FULL_MODEL, cut_places
 from ondevice.records import dataclass
 from ondevice.runtime.models import automatic_modes, find_model
 from ondevice.runtime.resolving import ResolvedModel, resolve
@@ -72,7 +72,7 @@ def plan_model(
     `plan_hosts` raises.
     """
     listed, bundle = read_hosts(hosts), Bundle.open(find_model(model))
-    if bundle.config.part != WHOLE:
+    if bundle.config.part != FULL_MODEL:
         raise UnsupportedModelError(
             f"{bundle.name} is {part_words(bundle.manifest)}. Only a whole model is divided among hosts: "
             "name that. Hosts that have slices run the layers of their own"

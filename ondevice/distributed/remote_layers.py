@@ -210,7 +210,7 @@ class RemoteLayers:
             raise RankError("another rank's result has streams that its pass has not, or lacks them")
         rows += forward.batch.stream_rows + self._streams * len(forward.streamed or ())
         ends = {1, rows} if forward.batch.last_only else {rows}
-        counts = {len(copy) for copy in result.copies}
+        counts = {len(copy) for copy in result.residual_streams}
         if not counts <= ends or any(len(it) != tokens for it in result.tapped):
             raise RankError(f"another rank's result has {counts} rows; the pass has {rows}")
         if len(result.tapped) != sum(tap < self._config.part.layers for tap in forward.taps):
@@ -250,7 +250,7 @@ def in_backend(state: PassState, backend: Backend) -> PassState:
 def _with_arrays(state: PassState, change: Any) -> PassState:
     return replace(
         state,
-        copies=[change(copy) for copy in state.copies],
+        residual_streams=[change(copy) for copy in state.residual_streams],
         inputs=change(state.inputs),
         branches=change(state.branches),
         tapped=[change(it) for it in state.tapped],

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.backends.row_invariance import MOST_ROWS
+from ondevice.backends.row_invariance import MAX_ROWS
 from ondevice.config import BackendName
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError, ModelNotFoundError
@@ -101,7 +101,7 @@ def named_model(model: str | os.PathLike[str]) -> Check:
 
     resolved = api.open_model(model, RuntimeConfig())
     resolved.require_fit()
-    least = resolved.frugal.plan.minimum_budget_bytes
+    least = resolved.smallest_plan.plan.minimum_budget_bytes
     nbytes = resolved.bundle.bundle_bytes
     figures = {"path": str(resolved.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
     value = f"{resolved.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"
@@ -168,7 +168,7 @@ def rows(name: str, folder: Path | None) -> Check:
         value = (
             f"nothing drafts for {bundle.name} on {invariance.device}: beside others, a row has other bits"
         )
-    if invariance.ops.get(narrowest, widths.nodes) < MOST_ROWS:
+    if invariance.ops.get(narrowest, widths.nodes) < MAX_ROWS:
         value += f" (in its {narrowest})"
     return Check(name, "ok", value, figures=figures)
 

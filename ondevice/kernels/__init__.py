@@ -1,1 +1,1 @@
-"""The native extension: in targets/ one C++ source per kernel, compiled per instruction set."""
+"""The native extension; targets/ has one C++ source per kernel, compiled per instruction set."""

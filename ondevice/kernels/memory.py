@@ -1,9 +1,8 @@
-"""Large arrays in mappings of their own: memory that is freed goes back to the system at once.
+"""Large arrays in separate mappings, so that freed memory returns to the system at once.
 
-The C library keeps freed memory. Every thread that allocates has a heap whose end is never trimmed (glibc's
-`malloc_trim` trims the main thread's alone), and after a large block has been freed, later blocks of that
-size come from the heap too. Such heaps kept 25 MB of pieces read while loading, and 12 MB of a wide forward
-pass's arrays.
+The C library keeps freed memory. Every allocating thread has a heap whose end is never trimmed (glibc's
+`malloc_trim` trims only the main thread's), and after a large block is freed, later blocks of that size come
+from the heap too: 25 MB of pieces read while loading, and 12 MB of a wide forward pass's arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from ondevice.kernels import _native
 
 MAPPED_BYTES = 64 << 10
-"""Least bytes of an array that has a mapping of its own; smaller arrays come from the heap."""
+"""Minimum bytes of an array with a separate mapping; smaller arrays come from the heap."""
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

@@ -66,8 +66,8 @@ def forecast_model(resolved: ResolvedModel) -> SpeedForecast:
     """What to expect of a bundle, with the options that its plan was made for. Measures this machine."""
     bundle, under = resolved.bundle, resolved.under
     assert under is not None, "a model among alternatives has no plans for other budgets"
-    least_bytes, full_bytes = resolved.frugal.plan.minimum_budget_bytes, under(AMPLE_BYTES).plan.full_bytes
-    planned = [under(budget) for budget in _budgets(least_bytes, full_bytes)]
+    smallest, full_bytes = resolved.smallest_plan.plan, under(AMPLE_BYTES).plan.full_bytes
+    planned = [under(budget) for budget in _budgets(smallest.minimum_budget_bytes, full_bytes)]
     # Reading a bundle's hotness takes a while, and modes are few.
     runtimes = {it.plan.sparsity: it.runtime for it in planned}
     active = {sparsity: active_shares(bundle, runtime) for sparsity, runtime in runtimes.items()}

@@ -1,7 +1,7 @@
 """One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
 
-The gated delta rule stands in attention's place in layers with a `DeltaSpec`, a short convolution in
-those with a `ConvSpec`, a Mamba-2 mixer in those with a `Mamba2Spec`; or the mixer stands beside attention.
+A `DeltaSpec` replaces attention by the gated delta rule, a `ConvSpec` by a short convolution, a `Mamba2Spec`
+by a Mamba-2 mixer, or adds the mixer in parallel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ HALF_ROOT = 0.5**0.5
 
 
 class Place(NamedTuple):
-    """Where `size` rows of one sequence are: behind `position` tokens in kv, which has room for them.
+    """The place of `size` rows of one sequence: after `position` tokens in kv, which has room for them.
 
-    tree: how the rows follow each other; None: each follows the one before.
+    tree: of the rows; None: each row follows the one before.
     """
 
     kv: SequenceState
@@ -34,14 +34,14 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The places of a batch's R rows, those of one sequence after those of another.
+    """The places of a batch's R rows, sequence by sequence.
 
-    turns: the rotary tables of the rows' positions, cosine and sine, (R, Dh / 2) both, of each of the model's
-    ropes. adapted: first row to which adapters are added.
+    rope_tables: cosine and sine, (R, Dh / 2) each, of the rows' positions, for each of the model's ropes.
+    adapted: first row to which adapters are added.
     """
 
     places: tuple[Place, ...]
-    turns: tuple[tuple[Float32, Float32], ...]
+    rope_tables: tuple[tuple[Float32, Float32], ...]
     adapted: int
 
 
@@ -56,62 +56,62 @@ def attention(
 ) -> Array:
     """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
 
-    Stores the rows' keys and values. A layer that reads those of another stores none. One with a state in
-    attention's place stores the next state of each sequence, or the rows' inputs if they run ahead. With a
-    mixer beside attention there are both, and the mixer's output joins x too.
+    Stores the rows' keys and values, unless the layer reads those of another. A recurrent layer stores the
+    next state of each sequence, or the rows' inputs if they run ahead. With a parallel mixer both are stored,
+    and the mixer's output is added too.
     """
-    mixed = None if spec.mixer_beside is None else _mixed_beside(backend, spec, weights, layer, x, rows)
-    beside = None if weights.laurel is None else _laurel(backend, weights, x)
+    mixed = None if spec.parallel_mixer is None else _mixed(backend, spec, weights, layer, x, rows)
+    laurel = None if weights.laurel is None else _laurel(backend, weights, x)
     norm, adapted = weights.attention_norm, rows.adapted
     gates = None if mixed is not None else _gates(backend, weights, x)
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
-    latent, own = spec.attention.latent, weights.latent
-    if latent is not None and own is not None:
-        qkv = backend.latent_rows(qkv, latent, own)
+    latent, latent_weights = spec.attention.latent, weights.latent
+    if latent is not None and latent_weights is not None:
+        qkv = backend.latent_rows(qkv, latent, latent_weights)
     if spec.attends:
         context = _attended(backend, spec, weights, layer, qkv, rows)
     else:
         context = _recurrent(backend, spec, weights, layer, qkv, gates, rows)
-    if latent is not None and own is not None:
-        context = backend.linear_heads(context, own.values, context.shape[1] // latent.rank)
+    if latent is not None and latent_weights is not None:
+        context = backend.linear_heads(context, latent_weights.values, context.shape[1] // latent.rank)
     if spec.attention.gated:
         context = backend.sigmoid_gated(context, gates)
     if spec.attention.out_factor != 1.0:
         context = context * spec.attention.out_factor
-    y = backend.linear(context, weights.out, added=x if spec.joins_plainly else None)
+    y = backend.linear(context, weights.out, added=x if spec.plain_residual else None)
     if mixed is not None:
         y = backend.linear(mixed, weights.mixer_out, added=y)
     if adapters is not None:
         y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
-    found = joined(backend, spec, x, y, weights.attention_output_norm)
-    return found if beside is None else (found + beside) * HALF_ROOT
+    out = joined(backend, spec, x, y, weights.attention_output_norm)
+    return out if laurel is None else (out + laurel) * HALF_ROOT
 
 
 def _gates(backend: Backend, weights: LayerWeights, x: Array) -> Array | None:
     if weights.gates is None:
         return None
-    # A copy, as the next product takes its place.
+    # A copy, as the next product overwrites it.
     return backend.rows(backend.linear(x, weights.gates, weights.attention_norm), range(x.shape[0]))
 
 
 def _attended(
     backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
 ) -> Array:
-    """What each row attends to, (R, H * value width), for qkv (R, ...): rows see their own sequence alone.
+    """Attention's output, (R, H * value width), for qkv (R, ...), within each row's sequence.
 
-    In latent attention these are latents, (R, H * rank).
+    In latent attention it is latents, (R, H * rank).
     """
-    own = spec.attention
-    owner = layer if own.keys_of is None else own.keys_of
+    attend = spec.attention
+    kv_layer = layer if attend.keys_of is None else attend.keys_of
     norms, sinks = weights.head_norms, weights.sinks
-    cos, sin = rows.turns[own.rope]
+    cos, sin = rows.rope_tables[attend.rope]
 
-    def of_place(place: Place, its: slice) -> Array:
+    def of_place(place: Place, it: slice) -> Array:
         kv, position, _, tree = place
-        return backend.attend(qkv[its], kv, owner, position, cos[its], sin[its], own, norms, tree, sinks)
+        return backend.attend(qkv[it], kv, kv_layer, position, cos[it], sin[it], attend, norms, tree, sinks)
 
     return _together(backend, [(place.size, partial(of_place, place)) for place in rows.places])
 
@@ -125,18 +125,18 @@ def _recurrent(
     gates: Array | None,
     rows: Rows,
 ) -> Array:
-    """What the layer's states give each row, of its projection and of what gates or steps are made of."""
+    """The recurrent layer's output for each row, from its projection and its gates or steps."""
 
-    def of_states(states: StateStore, its: slice) -> Array:
+    def of_states(states: StateStore, span: slice) -> Array:
         if spec.conv is not None:
-            return backend.short_conv(projected[its], states, layer, spec.conv, weights.conv)
+            return backend.short_conv(projected[span], states, layer, spec.conv, weights.conv)
         assert gates is not None
         if spec.mamba2 is not None:
             assert weights.mixer is not None
-            return backend.mamba2(projected[its], gates[its], states, layer, spec.mamba2, weights.mixer)
+            return backend.mamba2(projected[span], gates[span], states, layer, spec.mamba2, weights.mixer)
         assert spec.delta is not None
         assert weights.delta is not None
-        return backend.gated_delta(projected[its], gates[its], states, layer, spec.delta, weights.delta)
+        return backend.gated_delta(projected[span], gates[span], states, layer, spec.delta, weights.delta)
 
     pieces = []
     for place in rows.places:
@@ -146,37 +146,37 @@ def _recurrent(
     return _together(backend, pieces)
 
 
-def _mixed_beside(
+def _mixed(
     backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, x: Array, rows: Rows
 ) -> Array:
-    """What the mixer beside attention gives each row, (R, I), before its output projection."""
+    """The parallel mixer's output for each row, (R, I), before its output projection."""
     gates = _gates(backend, weights, x)
     projected = backend.linear(x, weights.mixer_in, weights.attention_norm)
-    found = _recurrent(backend, spec, weights, layer, projected, gates, rows)
-    # A copy, as attention's result takes its place.
-    return backend.rows(found, range(x.shape[0]))
+    mixed = _recurrent(backend, spec, weights, layer, projected, gates, rows)
+    # A copy, as attention's result overwrites it.
+    return backend.rows(mixed, range(x.shape[0]))
 
 
 def _together(backend: Backend, pieces: Sequence[tuple[int, Callable[[slice], Array]]]) -> Array:
-    """What each piece's function gives for its rows, which are as many as it says, one behind the other."""
+    """The results of all pieces, stacked. A piece is its number of rows, and a function of their slice."""
     if len(pieces) == 1:
         return pieces[0][1](slice(None))
-    found, first = [], 0
+    results, first = [], 0
     for size, of_rows in pieces:
-        own_rows = of_rows(slice(first, first + size))
-        # A copy, as the next result takes its place.
-        found.append(backend.rows(own_rows, range(size)))
+        result = of_rows(slice(first, first + size))
+        # A copy, as the next result overwrites it.
+        results.append(backend.rows(result, range(size)))
         first += size
-    return backend.stacked(found)
+    return backend.stacked(results)
 
 
 def _laurel(backend: Backend, weights: LayerWeights, x: Array) -> Array:
-    """n + norm(up @ down @ n), (R, D), with n = norm(x) (LAuReL, arXiv 2411.07501, its low-rank form)."""
+    """n + norm(up @ down @ n), (R, D), with n = norm(x): low-rank LAuReL (arXiv 2411.07501)."""
     low, norm = weights.laurel, weights.attention_norm
     assert low is not None
     assert norm is not None
     entering = backend.normed(x, norm)
     narrow = backend.linear(entering, low.down)
-    # A copy, as one product is the next one's input.
+    # A copy, as a product can't be the next product's input.
     wide = backend.linear(backend.rows(narrow, range(narrow.shape[0])), low.up)
     return backend.add_normed(entering, wide, low.norm)

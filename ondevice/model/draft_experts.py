@@ -1,8 +1,7 @@
 """The feed-forward of a draft layer with experts, all of which are in memory.
 
-A model's experts come through a cache, by the layer's number in its passes (`sparsity/`). A draft layer is no
-part of those: it runs between them, for few rows, so its experts are matrices like its others. Their outputs
-join in the order of their numbers within a row; no bit of a text depends on that.
+A model's experts come through a cache (`sparsity/`), but a draft layer runs between the model's passes, for
+few rows, so its experts are loaded matrices. A row's experts are added in ascending order.
 
 Legend: n rows, D width of the layer, E experts, k chosen for a row.
 """
@@ -35,14 +34,11 @@ class GatedMatrices(NamedTuple):
         norm: Norm | None = None,
         added: Array | None = None,
     ) -> Array:
-        """down(activation(gate(h)) * up(h)) + added, (n, D), with h = norm(x).
+        """down(activation(gate(h)) * up(h)) + added, (n, D), with h = norm(x), for x (n, D).
 
-        backend: the one that has loaded the matrices. x: (n, D). activation: of the gates. norm: None for x
-        as it is. added: (n, D), or None for nothing; it may be x, and may be overwritten.
-
-        Valid until the next product, which takes its place.
+        added: (n, D) or None; may be x, and may be overwritten. The result is valid until the next product.
         """
-        # A copy, as the next product takes its place.
+        # A copy, as the next product overwrites it.
         gate = backend.rows(backend.linear(x, self.gate, norm), range(x.shape[0]))
         up = backend.linear(x, self.up, norm)
         return backend.linear(backend.gated(gate, up, activation), self.down, added=added)
@@ -52,8 +48,8 @@ class GatedMatrices(NamedTuple):
 class DraftExperts:
     """The experts of a draft layer.
 
-    router: (E, D). each: E of them. choice_bias: (E,), in host memory. shared: the feed-forward of all rows
-    beside them. shared_gate: (1, D), whose product's sigmoid multiplies the output of `shared`.
+    router: (E, D). each: the E experts. choice_bias: (E,), in host memory. shared: the shared expert.
+    shared_gate: (1, D); the sigmoid of its product multiplies the output of `shared`.
     """
 
     spec: ExpertsSpec
@@ -69,37 +65,37 @@ class DraftExperts:
 
         The result belongs to the caller.
         """
-        entering, found = backend.normed(x, norm), x
+        entering, out = backend.normed(x, norm), x
         if self.shared is not None:
             output = self.shared.product(backend, entering, self.activation)
             if self.shared_gate is not None:
                 output = backend.rows(output, range(output.shape[0]))
                 gates = sigmoid(backend.to_numpy(backend.linear(entering, self.shared_gate)))
                 output = output * _column(backend, gates)
-            found = found + output
+            out = out + output
         logits = backend.to_numpy(backend.linear(entering, self.router))
         routing = route(logits, self.spec, self.choice_bias)
         outputs, places = self._outputs(entering, backend, routing.ids)
         for at in range(self.spec.chosen):
             weights = _column(backend, routing.weights[:, at])
-            found = found + backend.rows(outputs, places[:, at].tolist()) * weights
-        return found
+            out = out + backend.rows(outputs, places[:, at].tolist()) * weights
+        return out
 
     def _outputs(self, x: Array, backend: Backend, ids: NDArray[np.int32]) -> tuple[Array, NDArray[np.int64]]:
-        """The outputs (n * k, D) of the experts ids (n, k) for x (n, D), and the place of each among them."""
+        """The outputs (n * k, D) of experts ids (n, k) for x (n, D), and the row (n, k) of each output."""
         places, parts, first = np.empty(ids.shape, np.int64), [], 0
         for expert in np.unique(ids).tolist():
             chosen = ids == expert
             rows = np.flatnonzero(chosen.any(axis=1)).tolist()
             output = self.each[expert].product(backend, backend.rows(x, rows), self.activation)
             parts.append(backend.rows(output, range(len(rows))))
-            # Of each row in order: an expert is chosen once.
+            # In the order of rows, as a row chooses an expert at most once.
             places[chosen] = range(first, first + len(rows))
             first += len(rows)
         return backend.stacked(parts), places
 
 
 def _column(backend: Backend, values: Float32) -> Array:
-    """Factors of rows, (n, 1), as a backend multiplies by them. values: n of them."""
+    """n values as a backend's array (n, 1)."""
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     return backend.load_vector(flat).reshape(len(flat), 1)

@@ -1,9 +1,8 @@
-"""A draft layer: a decoder layer beside the model's own, which drafts from the hidden states of its passes.
+"""A draft layer: an extra decoder layer that drafts from the hidden states of the model's passes.
 
-A row reads the embedding of a token and the hidden state behind the token before it, and its output stands
-for the hidden state behind its own token: so a row of a draft token follows from the row before it. Its keys
-and values are its own. `bundle/draft_layers.py` has the two kinds and their papers, `draft_experts.py` the
-feed-forward of a layer with experts.
+A row reads a token's embedding and the hidden state after the previous token. Its output approximates the
+hidden state after its token, which the row of the next draft token reads. `bundle/draft_layers.py` describes
+the two kinds of draft layers, `draft_experts.py` has the feed-forward of a layer with experts.
 
 Legend: n rows, D width of the draft layer, T of the target, V target's vocabulary, N tokens of its head.
 """
@@ -31,21 +30,21 @@ from ondevice.model.draft_experts import DraftExperts, GatedMatrices
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import SequenceState
-from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.tensor_file import TaskResults, TensorFile
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.records import dataclass
 
 PIECE_ROWS = 64
-"""Most rows that run together."""
+"""Most rows of one run."""
 GATED = ("gate", "up", "down")
-"""Names of the matrices of a feed-forward, in the order of `GatedMatrices`."""
+"""Names of a feed-forward's matrices, in the order of `GatedMatrices`."""
 CHOICE_BIAS = "choice_bias"
-"""Name of the vector that is added to scores where experts are chosen, and stays in host memory."""
+"""Name of the experts' choice bias, which stays in host memory."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Bytes or values that no backend loads, read in one piece."""
+    """A part that stays in host memory, read in one piece."""
 
     field: str
     read: Any
@@ -53,13 +52,13 @@ class _Read:
     def tasks(self) -> Iterator[Any]:
         yield self.read
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
+    def load(self, backend: Backend, ahead: TaskResults) -> Any:
         return ahead.next()
 
 
 @dataclass(frozen=True)
 class _Embeddings:
-    """A layer's own embeddings, (V, padded D) as they are stored, read and checked in chunks of rows.
+    """A draft layer's stored embeddings, (V, padded D), read and checked in chunks of rows.
 
     file: name of their file, for errors.
     """
@@ -74,9 +73,9 @@ class _Embeddings:
     def tasks(self) -> Iterator[Any]:
         return self.rows.tasks()
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> NDArray[np.float16]:
+    def load(self, backend: Backend, ahead: TaskResults) -> NDArray[np.float16]:
         """Raises BundleError for values that aren't finite."""
-        count, found = self.rows.num_rows, memory.empty((0, 0), np.float16)
+        count, table = self.rows.num_rows, memory.empty((0, 0), np.float16)
         for row0 in self.rows.starts:
             values = ahead.next().codes.view(np.float16)
             if not np.isfinite(values).all():
@@ -84,15 +83,15 @@ class _Embeddings:
                     f"{self.file}: embeddings hold values that are not finite; convert it again"
                 )
             if not row0:
-                found = memory.empty((count, values.shape[1]), np.float16)
-            found[row0 : row0 + len(values)] = values
-        return found
+                table = memory.empty((count, values.shape[1]), np.float16)
+            table[row0 : row0 + len(values)] = values
+        return table
 
 
 class LoadedDraftLayer:
-    """A draft layer whose weights a backend has loaded. It runs on the backend's thread.
+    """A loaded draft layer. It runs on the backend's thread.
 
-    tokens: (N,) ascending ids of the tokens of its head; None for the target's whole vocabulary.
+    tokens: (N,) ascending ids of the tokens of its head; None for all of the target's vocabulary.
     """
 
     def __init__(
@@ -104,17 +103,17 @@ class LoadedDraftLayer:
         vocab_size: int,
         max_context: int,
     ) -> None:
-        """loaded: vectors and matrices by name, and `tokens` and `embeddings` where it has its own.
+        """loaded: vectors and matrices by name, and `tokens` and `embeddings` if they are stored.
 
         vocab_size: the target's.
         """
         self.layer = layer
         self.backend = backend
         self.taps = tuple(sorted(set(layer.taps)))
-        """The target's hidden states that `mixed` takes, as of `Transformer.taps`."""
+        """The target's hidden states that `mixed` takes, as in `Transformer.taps`."""
         self.config = layer.layer_config(max_context)
-        whole = not layer.own_head or layer.tokens == vocab_size
-        self.tokens: NDArray[np.int64] | None = None if whole else loaded[TOKENS]
+        full_vocabulary = not layer.own_head or layer.tokens == vocab_size
+        self.tokens: NDArray[np.int64] | None = None if full_vocabulary else loaded[TOKENS]
         self.weights = loaded
         """Vectors and matrices by name, as the backend loaded them."""
         self._embedding: Embedding = target.embedding
@@ -126,7 +125,7 @@ class LoadedDraftLayer:
         self._experts = self._mixture()
 
     def mixed(self, tapped: Sequence[Array]) -> Array:
-        """What rows take for hidden states, (n, D or T), of the target's, (n, T) for each of `taps`."""
+        """The hidden states of rows, (n, D or T), from the target's, (n, T) for each of `taps`."""
         backend, first = self.backend, tapped[0]
         if self.layer.states_normed:
             assert self._target_norm is not None
@@ -135,38 +134,37 @@ class LoadedDraftLayer:
             return first
         tapped = [tapped[self.taps.index(tap)] for tap in self.layer.taps]
         first = tapped[0]
-        found = backend.linear(first, self.weights["fc.0"])
+        mixed = backend.linear(first, self.weights["fc.0"])
         for tap, hidden in enumerate(tapped[1:], 1):
-            found = backend.linear(hidden, self.weights[f"fc.{tap}"], added=found)
+            mixed = backend.linear(hidden, self.weights[f"fc.{tap}"], added=mixed)
         # A copy, as a product is valid only until the next one.
-        return backend.rows(found, range(first.shape[0]))
+        return backend.rows(mixed, range(first.shape[0]))
 
     def run(self, tokens: Sequence[int], hidden: Array, kv: SequenceState) -> Array:
-        """Run n rows, whose keys and values it adds to kv; (n, D) hidden states behind `tokens`.
+        """Hidden states (n, D) after `tokens`, whose keys and values are added to kv.
 
-        tokens: (n,) at most PIECE_ROWS ids; they follow the rows in kv. hidden: (n, D or T) of `mixed`, or of
-        an earlier `run`; may be overwritten. Raises the errors of the cache's allocator; kv is then as
-        before.
+        tokens: (n,) at most PIECE_ROWS ids, which follow those in kv. hidden: (n, D or T) from `mixed` or an
+        earlier `run`; may be overwritten. Raises the errors of the cache's allocator; kv is then as before.
         """
         backend, layer = self.backend, self.layer
         count, position = len(tokens), kv.length
         kv.reserve(position + count)
         embedded = self._embedded(tokens)
         before = self._norm("embedding_norm"), self._norm("hidden_norm")
-        turns, spec = self._rope.run(position, count), self.config.layers[0]
+        rope_tables, spec = self._rope.run(position, count), self.config.layers[0]
         if self._block is not None:
             x = backend.linear(embedded, self.weights["joined.embedding"], before[0])
             x = backend.linear(hidden, self.weights["joined.hidden"], before[1], added=x)
-            # A copy, as the next product takes its place.
+            # A copy, as the next product overwrites it.
             x, place = backend.rows(x, range(count)), Place(kv, position, count)
-            x = attention(backend, spec, self._block, 0, x, Rows((place,), (turns,), count))
+            x = attention(backend, spec, self._block, 0, x, Rows((place,), (rope_tables,), count))
         else:
             x, second = hidden, None if layer.residual_normed else before[1]
             if layer.residual_normed:
                 x = backend.normed(hidden, before[1])
             qkv = backend.linear(embedded, self.weights["qkv.embedding"], before[0])
             qkv = backend.linear(x, self.weights["qkv.hidden"], second, added=qkv)
-            seen = backend.attend(qkv, kv, 0, position, *turns, spec.attention, self._head_norms())
+            seen = backend.attend(qkv, kv, 0, position, *rope_tables, spec.attention, self._head_norms())
             x = backend.linear(seen, self.weights["out"], added=x)
         norm = self._norm("feed_forward_norm")
         if self._experts is not None:
@@ -178,26 +176,26 @@ class LoadedDraftLayer:
         return backend.normed(x, self._norm("final_norm")) if layer.states_normed else x
 
     def logits(self, hidden: Array) -> Float32:
-        """Logits (n, N) of the tokens that may come behind rows, for their hidden states (n, D).
+        """Logits (n, N) of the next token, for hidden states (n, D).
 
         Raises BundleError if one isn't finite.
         """
         norm = None if self.layer.states_normed else self._norm("final_norm")
-        found = self.backend.to_numpy(self.backend.linear(hidden, self._head, norm))
-        if not np.isfinite(found).all():
+        logits = self.backend.to_numpy(self.backend.linear(hidden, self._head, norm))
+        if not np.isfinite(logits).all():
             raise BundleError(
                 f"the draft layer of {self.layer.sidecar.manifest} computes logits that are not "
                 "finite; convert it again"
             )
-        return found.copy()
+        return logits.copy()
 
     def _embedded(self, tokens: Sequence[int]) -> Array:
         """(n, D) embeddings."""
         ids = np.asarray(tokens, dtype=np.int32)
-        own = self.weights.get(EMBEDDINGS)
-        if own is None:
+        table = self.weights.get(EMBEDDINGS)
+        if table is None:
             return self.backend.embedding(self._embedding, ids)
-        rows = own[ids, : self.layer.hidden_size].astype(np.float32)
+        rows = table[ids, : self.layer.hidden_size].astype(np.float32)
         return self.backend.load_vector(rows.reshape(-1)).reshape(rows.shape)
 
     def _norm(self, name: str) -> Norm:
@@ -207,49 +205,49 @@ class LoadedDraftLayer:
         return HeadNorms(self._norm("q_norm"), self._norm("k_norm")) if self.layer.head_norm else None
 
     def _attention_block(self) -> LayerWeights:
-        """What the layer's attention takes of its weights, as a model's layer has them."""
-        own, latent = self.weights, None
+        """The attention's weights, in the form of a model's layer."""
+        weights, latent = self.weights, None
         if (spec := self.layer.latent) is not None:
-            query_norm = Norm(own["query_norm"], spec.eps) if spec.query_rank else None
-            keys, values = own["latent_keys"], own["latent_values"]
+            query_norm = Norm(weights["query_norm"], spec.eps) if spec.query_rank else None
+            keys, values = weights["latent_keys"], weights["latent_values"]
             latent = LatentWeights(
-                Norm(own["latent_norm"], spec.eps), keys, values, own.get("queries"), query_norm
+                Norm(weights["latent_norm"], spec.eps), keys, values, weights.get("queries"), query_norm
             )
         return LayerWeights(
             attention_norm=self._norm("attention_norm"),
-            qkv=own["qkv"],
+            qkv=weights["qkv"],
             head_norms=self._head_norms(),
-            out=own["out"],
+            out=weights["out"],
             attention_output_norm=None,
             feed_forward_norm=None,
             feed_forward=None,
             feed_forward_output_norm=None,
             latent=latent,
-            gates=own.get("output_gates"),
-            sinks=own.get("sinks"),
+            gates=weights.get("output_gates"),
+            sinks=weights.get("sinks"),
         )
 
     def _mixture(self) -> DraftExperts | None:
-        own, spec = self.weights, self.layer.experts
+        weights, spec = self.weights, self.layer.experts
         if spec is None:
             return None
         each = tuple(
-            GatedMatrices(*(own[expert_name(f"experts.{it}", number)] for it in GATED))
+            GatedMatrices(*(weights[expert_name(f"experts.{it}", number)] for it in GATED))
             for number in range(spec.count)
         )
         return DraftExperts(
             spec,
             self.layer.activation,
-            own["router"],
+            weights["router"],
             each,
-            own.get(CHOICE_BIAS),
+            weights.get(CHOICE_BIAS),
             self._dense,
-            own.get("shared_gate"),
+            weights.get("shared_gate"),
         )
 
 
 def expert_name(matrix: str, number: int) -> str:
-    """What a loaded expert's part of a matrix is called."""
+    """Field name of an expert's part of a matrix."""
     return f"{matrix}.{number}"
 
 
@@ -259,20 +257,19 @@ def load_draft_layer(
     reader: FlashReader,
     backend: Backend,
     target: ModelWeights,
-    file_index: int,
     max_context: int,
     cancelled: IsCancelled = never_cancelled,
 ) -> LoadedDraftLayer:
     """Load the bundle's draft layer into `backend`.
 
-    file_index: of its file in `reader`. target: the model's own weights, of which it takes what it lacks.
-    cancelled: asked between two pieces.
+    reader: of its file. target: the model's weights, whose embedding, norm and head it may share. cancelled:
+    called between two pieces.
 
     Raises BundleError if its bytes can't be weights, FlashReadError if they don't match their checksum,
     Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
     """
     config = bundle.config
-    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), file_index)
+    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), 0)
     vectors = list(layer.vectors(config))
     parts: list[Part] = []
     for it in vectors:
@@ -293,45 +290,37 @@ def load_draft_layer(
         rows = partial(file.rows, layer.name(EMBEDDINGS), halves)
         table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, rows)
         parts.append(_Embeddings(table, layer.sidecar.tensors))
-    with ReadAhead(part_tasks(parts, cancelled)) as ahead:
+    with TaskResults(part_tasks(parts, cancelled)) as ahead:
         loaded = {part.field: part.load(backend, ahead) for part in parts}
     return LoadedDraftLayer(layer, backend, loaded, target, config.vocab_size, max_context)
 
 
 def _matrix_parts(
-    layer: DraftLayer,
-    file: TensorFile,
-    field: str,
-    matrix: DraftMatrix,
-    bias: Callable[[], Float32] | None,
+    layer: DraftLayer, file: TensorFile, field: str, matrix: DraftMatrix, bias: Callable[[], Float32] | None
 ) -> Iterator[MatrixPart]:
-    """The part of a matrix, or those of the experts' matrices of which it consists.
-
-    layer, file: what it is of, and where it is read. field: its name in the layer. matrix: its shape, and how
-    it is stored. bias: reads what is added to its products; None without, and for experts' matrices.
-    """
+    """The part of the matrix `field`, or one part for each expert. bias: reads its bias, or None."""
     stored, name = matrix.stored(layer.bits), layer.name(field)
     read = partial(file.rows, name, stored)
     if not field.startswith("experts."):
         yield MatrixPart(field, matrix.rows, matrix.cols, stored, read, bias)
         return
     for number in range(matrix.number):
-        own = partial(_rows_from, read, number * matrix.rows)
-        yield MatrixPart(expert_name(field, number), matrix.rows, matrix.cols, stored, own)
+        expert_rows = partial(_rows_from, read, number * matrix.rows)
+        yield MatrixPart(expert_name(field, number), matrix.rows, matrix.cols, stored, expert_rows)
 
 
 def _rows_from(read: Callable[[int, int], RowChunk], first: int, row0: int, count: int) -> RowChunk:
-    """Rows row0 .. row0 + count of those from `first` on."""
+    """Rows first + row0 .. first + row0 + count, numbered from row0 on."""
     return read(first + row0, count)._replace(row0=row0)
 
 
 def _tokens(bundle: Bundle, layer: DraftLayer, file: TensorFile) -> NDArray[np.int64]:
     """The tokens of the layer's head. Raises BundleError unless they are ascending ids of the vocabulary."""
     span = bundle.tensor_span(layer.name(TOKENS))
-    found = file.read(span.offset, span.nbytes).view(np.uint32).astype(np.int64)
-    if found[-1] >= bundle.config.vocab_size or (np.diff(found) <= 0).any():
+    tokens = file.read(span.offset, span.nbytes).view(np.uint32).astype(np.int64)
+    if tokens[-1] >= bundle.config.vocab_size or (np.diff(tokens) <= 0).any():
         raise BundleError(
             f"{layer.sidecar.tensors}: {layer.name(TOKENS)} aren't ascending ids below "
             f"{bundle.config.vocab_size}; convert the draft layer again"
         )
-    return found
+    return tokens

@@ -1,6 +1,6 @@
 """One layer's feed-forward block: norm, feed-forward, gated (arXiv 2002.05202) or not, residual.
 
-The backend and `sparsity` decide where neurons are and which of them are multiplied.
+The backend and `sparsity` decide where neurons are and which are multiplied.
 """
 
 from __future__ import annotations
@@ -22,26 +22,19 @@ def feed_forward(
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
+    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), by `spec`.
 
-    In a layer with experts, there is such a product of each that a row chooses. Norms stand where `spec` has
-    them. Without a feed-forward that is the residual.
+    In a layer with experts, `Backend.mixture` takes the place of the feed-forward. Without a feed-forward the
+    result is the residual.
 
-    Args:
-        backend: multiplies.
-        spec: the layer's arithmetic.
-        weights: the layer's weights.
-        x: the rows of `batch`; may be overwritten.
-        residual: (R, D), what the block's output joins; it may be x, and may be overwritten.
-        batch: the rows of the pass.
-        adapters: added to the rows from `adapted` on.
-        adapted: first row to which adapters are added.
+    x: may be overwritten. residual: (R, D); may be x, and may be overwritten. adapters: added to the rows
+    from `adapted` on.
     """
     if not spec.has_feed_forward:
         return residual
     norm = weights.feed_forward_norm
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
-    added = residual if spec.joins_plainly else None
+    added = residual if spec.plain_residual else None
     if weights.router is None:
         y = backend.feed_forward(x, weights.feed_forward, spec.feed_forward, batch, norm=norm, added=added)
     else:
@@ -53,7 +46,7 @@ def feed_forward(
 
 
 def prefetch(backend: Backend, spec: LayerSpec, weights: LayerWeights, x: Array) -> None:
-    """Let the backend prefetch for a later layer, whose input will be near x (R, D), the residual now."""
+    """Let the backend prefetch for a later layer, whose input will be near the current residual x (R, D)."""
     if not spec.has_feed_forward:
         return
     norm = weights.feed_forward_norm

@@ -1,7 +1,6 @@
 """Loads weights from a bundle on flash into a backend, in bounded pieces.
 
-All reads go through the flash reader, which checks every byte that it returns; no whole matrix is ever held
-here.
+All reads go through the flash reader, which checks every byte.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import (
-    Apart,
     Array,
     Backend,
     Biases,
     Embedding,
+    ExpertNorms,
     FeedForward,
     Float32,
     HeadNorms,
@@ -53,10 +52,10 @@ from ondevice.model.records import (
     per_layer_records,
 )
 from ondevice.model.selectors import cutoff_gates, selector_parts
-from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.tensor_file import TaskResults, TensorFile
 from ondevice.model.weights import (
-    CopiesOfLayer,
-    CopiesOfModel,
+    AltUpLayer,
+    AltUpModel,
     Laurel,
     LayerWeights,
     ModelWeights,
@@ -69,11 +68,9 @@ from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    The embedding's file comes after those of neurons, where the bundle has it, and behind it that of
-    per-layer inputs; then those of experts that are stored as matrices. Then come the files that select
-    neurons: gate rows for `exact` where activations zero them, predictors for `predicted`. With `streams`,
-    the adapters' file comes last.
-    Raises BundleError if the bundle lacks one of them.
+    In order: the resident file, neurons, the embedding, per-layer inputs, experts stored as matrices, then
+    gate rows for `exact` where activations zero gates, predictors for `predicted`, and adapters with
+    `streams`. Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), *(bundle.neuron_file(layer) for layer in layers)]
@@ -102,7 +99,7 @@ def load_weights(
 ) -> ModelWeights:
     """Load a model, or a part of one, into `backend` from `reader`, opened over the bundle's files.
 
-    What a part lacks is None: the embedding table, the output head.
+    A missing embedding table or output head is None.
 
     Raises FlashReadError if bytes don't match their checksum, BundleError if they can't be weights, Cancelled
     if `cancelled()` holds between two pieces, and the backend's error if memory runs out.
@@ -111,9 +108,9 @@ def load_weights(
         bundle: the model's bundle.
         reader: opened over `bundle_files(bundle, sparsity)`.
         backend: loads and holds the weights.
-        cancelled: asked between two pieces.
-        sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`) or by
-            predictors (`predicted`).
+        cancelled: called between two pieces.
+        sparsity: how neurons are selected: not at all (`dense`), by their gates (`exact`) or by predictors
+            (`predicted`).
         point: the operating point of `predicted`.
         streams_matrices: whether `matrix_units` stay on flash until passes need them (`MatrixStream`).
     """
@@ -131,7 +128,7 @@ def load_weights(
         order += [*parts, *selector.matrices]
     order += [*extra, *final_norm, *heads]
 
-    with ReadAhead(part_tasks(order, cancelled)) as ahead:
+    with TaskResults(part_tasks(order, cancelled)) as ahead:
         table = loaded_positions(config, {part.field: part.load(backend, ahead) for part in positions})
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
@@ -168,20 +165,18 @@ def _layers_parts(
     for layer in range(bundle.config.num_layers):
         parts = layer_parts(bundle.config, bundle.quant, resident, layer)
         if streams_matrices:
-            parts = [_streamed(part, layer) for part in parts]
+            parts = [
+                StreamedPart(it, layer) if isinstance(it, TilesPart) and it.field != ROUTER else it
+                for it in parts
+            ]
         layers.append([*parts, *cutoff_gates(bundle, reader, layer, sparsity)])
     return layers
-
-
-def _streamed(part: Part, unit: int) -> Part:
-    """The part of a layer, as one that stays on flash where it is among the unit's matrices."""
-    return StreamedPart(part, unit) if isinstance(part, TilesPart) and part.field != ROUTER else part
 
 
 def _head_parts(
     bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None, streams_matrices: bool
 ) -> list[Part]:
-    """The parts of the head, one for each of its units where these stay on flash; none without a head."""
+    """The parts of the head: one, or one for each unit that stays on flash; empty without a head."""
     if not bundle.config.part.heads:
         return []
     head, parts = head_part(bundle, resident, embedding), list[Part]()
@@ -198,19 +193,19 @@ def _slice(read: Callable[[], Float32], first: int, stop: int) -> Float32:
     return read()[first:stop]
 
 
-def blocks_of_model(config: ModelConfig, own: Mapping[str, Any], rows: Embedding | None) -> dict[str, Any]:
-    """The fields of ModelWeights that few models have, of weights by name. rows: of per-layer inputs."""
-    found: dict[str, Any] = {name: own.get(name) for name in ("project_in", "project_out")}
+def blocks_of_model(config: ModelConfig, weights: Mapping[str, Any], table: Embedding) -> dict[str, Any]:
+    """The fields of ModelWeights that few models have, from weights by name. table: of per-layer inputs."""
+    fields: dict[str, Any] = {name: weights.get(name) for name in ("project_in", "project_out")}
     if config.has_inputs_table:
-        norm = _weight_norm(config, own, "per_layer")
-        found["per_layer"] = PerLayerInputs(rows, own["per_layer.projection"], norm)
+        norm = _weight_norm(config, weights, "per_layer")
+        fields["per_layer"] = PerLayerInputs(table, weights["per_layer.projection"], norm)
     if config.residual_copies > 1 and config.part.heads:
         spread, gather = (
-            [own[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies) if exists]
+            [weights[f"copies.{name}.{copy}"] for copy in range(1, config.residual_copies) if exists]
             for name, exists in (("spread", config.part.embeds), ("gather", True))
         )
-        found["copies"] = CopiesOfModel(spread, gather)
-    return found
+        fields["altup"] = AltUpModel(spread, gather)
+    return fields
 
 
 def layer_weights(
@@ -220,7 +215,7 @@ def layer_weights(
     loaded: Mapping[str, Any],
     feed_forward: FeedForward,
 ) -> LayerWeights:
-    """The weights of the layer `spec` of what `layer_parts` loaded, by field, and its neurons."""
+    """The weights of the layer `spec`, from the loaded `layer_parts` by field, and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
@@ -230,7 +225,7 @@ def layer_weights(
         ones = backend.load_vector(np.ones(config.heads(spec.attention).width, dtype=np.float32))
         norms = norms._replace(v=Norm(ones, config.norm.eps))
     shapes = layer_weight_shapes(config, spec)
-    own = {weight.name: loaded[weight.name] for weight in shapes if weight.name in loaded}
+    weights = {weight.name: loaded[weight.name] for weight in shapes if weight.name in loaded}
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
@@ -240,85 +235,87 @@ def layer_weights(
         feed_forward_norm=norm("feed_forward_norm"),
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
-        latent=_latent(spec, own),
-        **_other_blocks(config, own),
-        **_gates(backend, config, spec, own),
+        latent=_latent(spec, weights),
+        **_other_blocks(config, weights),
+        **_gates(backend, config, spec, weights),
     )
 
 
-def _latent(spec: LayerSpec, own: Mapping[str, Any]) -> LatentWeights | None:
+def _latent(spec: LayerSpec, weights: Mapping[str, Any]) -> LatentWeights | None:
     latent = spec.attention.latent
     if latent is None:
         return None
-    norm = Norm(own["attention.latent_norm.weight"], latent.eps)
-    keys, values = own["attention.latent_keys"], own["attention.latent_values"]
+    norm = Norm(weights["attention.latent_norm.weight"], latent.eps)
+    keys, values = weights["attention.latent_keys"], weights["attention.latent_values"]
     if not latent.query_rank:
         return LatentWeights(norm, keys, values)
-    query_norm = Norm(own["attention.query_norm.weight"], latent.eps)
-    return LatentWeights(norm, keys, values, own["attention.queries"], query_norm)
+    query_norm = Norm(weights["attention.query_norm.weight"], latent.eps)
+    return LatentWeights(norm, keys, values, weights["attention.queries"], query_norm)
 
 
-def _other_blocks(config: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of LayerWeights that few models have, of a layer's own weights by name."""
-    found: dict[str, Any] = {}
-    if "laurel.down" in own:
-        found["laurel"] = Laurel(own["laurel.down"], own["laurel.up"], _weight_norm(config, own, "laurel"))
-    if "copies.router" in own:
+def _other_blocks(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of LayerWeights that few models have, from a layer's weights by name."""
+    fields: dict[str, Any] = {}
+    if "laurel.down" in weights:
+        norm = _weight_norm(config, weights, "laurel")
+        fields["laurel"] = Laurel(weights["laurel.down"], weights["laurel.up"], norm)
+    if "copies.router" in weights:
         shape, count = (-1, config.hidden_size), config.residual_copies
-        found["copies"] = CopiesOfLayer(
-            _weight_norm(config, own, "copies"),
-            own["copies.router"].reshape(shape),
-            own["copies.predict"].reshape(-1, count),
-            own["copies.correct"].reshape(-1, count),
-            own["copies.scale"],
+        fields["altup"] = AltUpLayer(
+            _weight_norm(config, weights, "copies"),
+            weights["copies.router"].reshape(shape),
+            weights["copies.predict"].reshape(-1, count),
+            weights["copies.correct"].reshape(-1, count),
+            weights["copies.scale"],
         )
-    if "per_layer.gate" in own:
-        norm = _weight_norm(config, own, "per_layer")
-        found["per_layer"] = PerLayerBlock(own["per_layer.gate"], own["per_layer.out"], norm)
-    found["scale"], found["sinks"] = own.get("scale"), own.get("attention.sinks")
-    if "router" in own:
-        found["router"] = Router(
-            own["router"], own.get("router.choice_bias"), own.get("shared_gate"), _apart(config, own)
-        )
-    return found
+    if "per_layer.gate" in weights:
+        norm = _weight_norm(config, weights, "per_layer")
+        fields["per_layer"] = PerLayerBlock(weights["per_layer.gate"], weights["per_layer.out"], norm)
+    fields["scale"], fields["sinks"] = weights.get("scale"), weights.get("attention.sinks")
+    if "router" in weights:
+        bias, shared_gate = weights.get("router.choice_bias"), weights.get("shared_gate")
+        fields["router"] = Router(weights["router"], bias, shared_gate, _expert_norms(config, weights))
+    return fields
 
 
-def _gates(backend: Backend, config: ModelConfig, spec: LayerSpec, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of LayerWeights of gated attention or recurrent layers, of a layer's own weights by name."""
+def _gates(
+    backend: Backend, config: ModelConfig, spec: LayerSpec, weights: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of LayerWeights of gated attention or recurrent layers, from a layer's weights by name."""
     if spec.conv is not None:
-        return {"conv": own["conv.weight"].reshape(spec.conv.taps, -1)}
+        return {"conv": weights["conv.weight"].reshape(spec.conv.taps, -1)}
     if spec.mamba2 is not None:
         mixer = MixerWeights(
-            own["mamba2.conv"].reshape(spec.mamba2.taps, -1),
-            own.get("mamba2.conv.bias"),
-            _decay(backend, own["mamba2.decay_log"]),
-            own["mamba2.time_bias"],
-            own["mamba2.skip"],
-            None if spec.mamba2.norm == "none" else _weight_norm(config, own, "mamba2"),
+            weights["mamba2.conv"].reshape(spec.mamba2.taps, -1),
+            weights.get("mamba2.conv.bias"),
+            _decay(backend, weights["mamba2.decay_log"]),
+            weights["mamba2.time_bias"],
+            weights["mamba2.skip"],
+            None if spec.mamba2.norm == "none" else _weight_norm(config, weights, "mamba2"),
         )
-        beside = {"mixer_in": own.get("mamba2.in"), "mixer_out": own.get("mamba2.out")}
-        return {"gates": own["mamba2.steps"], "mixer": mixer, **beside}
+        projections = {"mixer_in": weights.get("mamba2.in"), "mixer_out": weights.get("mamba2.out")}
+        return {"gates": weights["mamba2.steps"], "mixer": mixer, **projections}
     if spec.delta is None:
-        return {"gates": own.get("attention.gate")}
+        return {"gates": weights.get("attention.gate")}
     delta = DeltaWeights(
-        own["delta.conv"].reshape(spec.delta.taps, -1),
-        _decay(backend, own["delta.decay_log"]),
-        own["delta.time_bias"],
-        _weight_norm(config, own, "delta"),
+        weights["delta.conv"].reshape(spec.delta.taps, -1),
+        _decay(backend, weights["delta.decay_log"]),
+        weights["delta.time_bias"],
+        _weight_norm(config, weights, "delta"),
     )
-    return {"gates": own["delta.gates"], "delta": delta}
+    return {"gates": weights["delta.gates"], "delta": delta}
 
 
 def _decay(backend: Backend, decay_log: Array) -> Array:
-    # Rounded once from float64, so that every backend has the same.
+    # Rounded once from float64, so that all backends have the same values.
     return backend.load_vector(-np.exp(np.array(decay_log, np.float64)).astype(np.float32))
 
 
-def _apart(config: ModelConfig, own: Mapping[str, Any]) -> Apart | None:
-    if "router.scales" not in own:
+def _expert_norms(config: ModelConfig, weights: Mapping[str, Any]) -> ExpertNorms | None:
+    if "router.scales" not in weights:
         return None
-    router, experts, output, dense = (Norm(own[f"{it}.weight"], config.norm.eps) for it in EXPERT_NORMS)
-    return Apart(router, experts, output, dense, own["router.scales"])
+    router, experts, output, dense = (Norm(weights[f"{it}.weight"], config.norm.eps) for it in EXPERT_NORMS)
+    return ExpertNorms(router, experts, output, dense, weights["router.scales"])
 
 
 def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> Norm:
@@ -326,7 +323,7 @@ def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> 
 
 
 def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
-    """The norms of queries and keys of loaded vectors: q_norm, k_norm, and the same with `_bias`."""
+    """The norms of queries and keys, from the loaded vectors q_norm, k_norm, and the same with `_bias`."""
     if spec.head_norm == "none":
         return None
     q, k = (
@@ -340,30 +337,30 @@ def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> He
 
 
 def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
-    """The part of learned positions, if the model has them."""
+    """The part of learned positions; empty if the model has none."""
     return [VectorPart(POSITIONS, partial(resident.vector, POSITIONS))] if config.learned_positions else []
 
 
 def loaded_positions(config: ModelConfig, loaded: Mapping[str, Any]) -> Array | None:
-    """`ModelWeights.positions` of what `position_parts` loaded, by field."""
+    """`ModelWeights.positions`, from the loaded `position_parts` by field."""
     if not config.learned_positions:
         return None
     return loaded[POSITIONS].reshape(config.max_context, config.hidden_size)
 
 
 def feed_forward_biases(loaded: Mapping[str, Any]) -> Biases:
-    """The biases of a layer's feed-forward of what `layer_parts` loaded, by field."""
+    """The biases of a layer's feed-forward, from the loaded `layer_parts` by field."""
     return Biases(loaded.get("gate_bias"), loaded.get("down_bias"))
 
 
 def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> Norm:
-    """The norm of what `norm_parts` loaded, by field."""
+    """The norm `field`, from the loaded `norm_parts` by field."""
     norm = config.norm
     return Norm(loaded[field], norm.eps, loaded.get(f"{field}_bias"), norm.kind == "layer")
 
 
 def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, layer: int) -> list[Part]:
-    """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
+    """The parts of one layer's LayerWeights in the resident file, in the file's order."""
     prefix = f"layers.{layer}"
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
@@ -409,31 +406,31 @@ def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
 def _weight_parts(
     resident: TensorFile, quant: QuantConfig, prefix: str, weights: Sequence[WeightShape]
 ) -> list[Part]:
-    """The parts of `weights`. A matrix is loaded with its bias, if one of them is named so."""
+    """The parts of `weights`. A matrix is loaded with its bias, `<name>.bias`, if there is one."""
     biases = {f"{weight.name}.bias" for weight in weights if weight.is_matrix}
     biases &= {weight.name for weight in weights}
     parts: list[Part] = []
     for weight in weights:
-        name, own_bias = f"{prefix}{weight.name}", f"{weight.name}.bias"
+        name, bias_name = f"{prefix}{weight.name}", f"{weight.name}.bias"
         matrix = weight.tiled(quant)
         if matrix is None:
             if weight.name not in biases:
                 parts.append(VectorPart(weight.name, partial(resident.vector, name)))
             continue
-        bias = partial(resident.vector, f"{prefix}{own_bias}") if own_bias in biases else None
+        bias = partial(resident.vector, f"{prefix}{bias_name}") if bias_name in biases else None
         parts.append(TilesPart(weight.name, (section(resident, name, matrix),), bias))
     return parts
 
 
 def section(resident: TensorFile, name: str, matrix: TiledMatrix) -> TiledSection:
-    """The resident tensor `name`, which holds `matrix`, as a section of a part."""
+    """The resident tensor `name`, with the layout of `matrix`, as a section of a part."""
     return TiledSection(
         matrix, partial(resident.tiles, name, matrix.tile_bytes), resident.place(name, matrix)
     )
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
-    """The parts of the norm `name`, whose fields are the last word of that, and the same with `_bias`."""
+    """The parts of the norm `name`. Fields are the last word of the name, and the same with `_bias`."""
     field = name.split(".")[-1]
     weight = VectorPart(field, partial(resident.vector, f"{name}.weight"))
     if not config.norm.bias:
@@ -442,7 +439,7 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 
 
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> TilesPart:
-    """The output head, of one section: in the resident file, or the embedding's tiles where they are tied."""
+    """The output head, of one section: in the resident file, or the embedding's tiles if they are tied."""
     config, matrix = bundle.config, head_matrix(bundle.config, bundle.quant)
     if config.tie_embeddings:
         assert embedding is not None

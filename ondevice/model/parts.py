@@ -1,7 +1,4 @@
-"""Parts of a model's weights: each declares its reads and its loading together.
-
-So reading ahead follows the order of loading, in bounded pieces.
-"""
+"""Parts of a model's weights: each declares its reads and its loading together, in one order."""
 
 from __future__ import annotations
 
@@ -10,32 +7,32 @@ from functools import partial
 from typing import Any, Protocol
 
 from ondevice.backends.base import Backend, Bytes, Float32, RowChunk
-from ondevice.backends.cpu_matrices import StoredMatrix, TilePlace
+from ondevice.backends.cpu_matrices import FlashMatrix, TilePlace
 from ondevice.backends.tiled_source import TileChunk
 from ondevice.bundle.matrix_layout import TILE_ROWS, RowLayout, TiledMatrix
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.config import RowFormat
-from ondevice.model.tensor_file import ReadAhead
+from ondevice.model.tensor_file import TaskResults
 from ondevice.records import dataclass
 
 CHUNK_BYTES = 4 << 20
-"""Most bytes of codes (or records) in a RowChunk, or of tiles, unless a single row or tile is longer."""
+"""Most bytes of codes (or records) in a RowChunk, or of tiles, unless one row or tile is longer."""
 
 Rows = Callable[[int, int], RowChunk]
-"""Reader of one matrix: takes (row0, count), returns those rows."""
+"""Reads rows (row0, count) of one matrix."""
 Tiles = Callable[[int, int], Bytes]
-"""Reader of one matrix: takes (first, count), returns those tiles, (count, tile_bytes)."""
+"""Reads tiles (first, count) of one matrix: (count, tile_bytes)."""
 
 
 class Part(Protocol):
-    """A weight to load: its reads, and the loading that consumes their results in the same order."""
+    """A weight to load: its reads, and the loading that takes their results in the same order."""
 
     @property
     def field(self) -> str: ...
 
     def tasks(self) -> Iterator[Callable[[], Any]]: ...
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any: ...
+    def load(self, backend: Backend, ahead: TaskResults) -> Any: ...
 
 
 def part_tasks(parts: Iterable[Part], cancelled: IsCancelled) -> Iterator[Callable[[], Any]]:
@@ -57,13 +54,13 @@ class VectorPart:
     def tasks(self) -> Iterator[Callable[[], Float32]]:
         yield self.read
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
+    def load(self, backend: Backend, ahead: TaskResults) -> Any:
         return backend.load_vector(ahead.next())
 
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A matrix of `num_rows` rows and `cols` logical columns that is stored row by row, read in chunks."""
+    """A matrix of `num_rows` rows and `cols` logical columns, stored row by row and read in chunks."""
 
     field: str
     num_rows: int
@@ -86,7 +83,7 @@ class MatrixPart:
         for row0 in self.starts:
             yield partial(self.rows, row0, min(self.starts.step, self.num_rows - row0))
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
+    def load(self, backend: Backend, ahead: TaskResults) -> Any:
         bias = None if self.bias is None else ahead.next()
         return backend.load_linear(_ReadLinear(self, bias, ahead))
 
@@ -94,7 +91,7 @@ class MatrixPart:
 class _ReadLinear:
     """`LinearSource` of a matrix whose chunks are the next results of `ahead`."""
 
-    def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
+    def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: TaskResults) -> None:
         self.rows = matrix.num_rows
         self.cols = matrix.cols
         self.stored = matrix.stored
@@ -109,18 +106,18 @@ class _ReadLinear:
 
 @dataclass(frozen=True)
 class TiledSection:
-    """A matrix that is stored as tiles, read in chunks of them. place: where they lie on flash."""
+    """A matrix that is stored as tiles, read in chunks. place: of the tiles on flash."""
 
     matrix: TiledMatrix
     read: Tiles
     place: TilePlace
 
     @property
-    def stored(self) -> StoredMatrix:
-        return StoredMatrix(self.matrix, self.place)
+    def stored(self) -> FlashMatrix:
+        return FlashMatrix(self.matrix, self.place)
 
     def rows(self, first: int, matrix: TiledMatrix) -> TiledSection:
-        """The section of `matrix`, this one's rows from `first` on, a multiple of 16."""
+        """The section of `matrix`, the rows from `first` on, a multiple of 16."""
         tile, (file, offset, stride) = first // TILE_ROWS, self.place
         place = TilePlace(file, offset + tile * stride, stride)
         return TiledSection(matrix, lambda start, count: self.read(tile + start, count), place)
@@ -140,7 +137,7 @@ class TiledSection:
 
 @dataclass(frozen=True)
 class TilesPart:
-    """A matrix of several ones that are stored as tiles, whose rows follow each other."""
+    """A matrix with the rows of all sections, in order."""
 
     field: str
     sections: tuple[TiledSection, ...]
@@ -152,14 +149,14 @@ class TilesPart:
         for section in self.sections:
             yield from section.tasks()
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Any:
+    def load(self, backend: Backend, ahead: TaskResults) -> Any:
         bias = None if self.bias is None else ahead.next()
         return backend.load_tiles([ReadTiles(section, ahead) for section in self.sections], bias)
 
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """A matrix that stays on flash until a pass needs it, in a unit of those that are read together."""
+    """A matrix that stays on flash until a pass needs it. unit: the group that is read together."""
 
     part: TilesPart
     unit: int
@@ -172,7 +169,7 @@ class StreamedPart:
         if self.part.bias is not None:
             yield self.part.bias
 
-    def load(self, backend: Any, ahead: ReadAhead) -> Any:
+    def load(self, backend: Any, ahead: TaskResults) -> Any:
         bias = None if self.part.bias is None else ahead.next()
         return backend.load_streamed(self.unit, [section.stored for section in self.part.sections], bias)
 
@@ -180,7 +177,7 @@ class StreamedPart:
 class ReadTiles:
     """`TiledSource` of a section whose chunks are the next results of `ahead`."""
 
-    def __init__(self, section: TiledSection, ahead: ReadAhead) -> None:
+    def __init__(self, section: TiledSection, ahead: TaskResults) -> None:
         self.matrix = section.matrix
         self._count = len(section.starts)
         self._ahead = ahead

@@ -1,6 +1,6 @@
-"""Per-layer inputs: rows of a second table, on flash, that a token brings along for each layer.
+"""Per-layer inputs: a token's row of a second table, on flash, with values for each layer.
 
-Legend: T tokens, D model width, L layers, W values that a layer gets.
+Legend: T tokens, D model width, L layers, W values for a layer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from ondevice.model_config import Activation, ModelConfig
 def per_layer_inputs(
     backend: Backend, weights: PerLayerInputs, tokens: Int32, x: Array, config: ModelConfig
 ) -> Array:
-    """The inputs of all layers, (T, L * W): the tokens' rows, times their factor, plus norm(projection @ x),
-    for x (T, D).
-    """
+    """The inputs of all layers, (T, L * W): scaled rows of the tokens plus norm(projection @ x), x (T, D)."""
     rows, width = backend.embedding(weights.table, tokens), config.per_layer_width
     if config.per_layer_multiplier != 1.0:
         rows *= config.per_layer_multiplier

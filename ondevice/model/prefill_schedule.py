@@ -1,9 +1,8 @@
-"""Shares of a forward pass among the prompts that are read: how many rows each has.
+"""The number of rows of each prompt in a forward pass.
 
-A prompt's rows take most of the time of a pass, and the texts that share it wait meanwhile. So short prompts
-go first, a pass has the rows that `pass_seconds` hold by the time that rows took lately, and a long prompt is
-left out of passes that others need, for a tenth of the time in which it is read at most. This module knows
-nothing of models and threads.
+A prompt's rows take most of the time of a pass, for which decoding texts wait. So short prompts go first, a
+pass has the number of rows that takes `pass_seconds` by the latest timings, and a long prompt is left out of
+passes for at most a tenth of its reading time. This module knows nothing of models and threads.
 """
 
 from __future__ import annotations
@@ -14,48 +13,44 @@ from ondevice.model.sequence_state import SequenceState
 from ondevice.records import dataclass
 
 UNTIMED_ROWS = 64
-"""Rows of prompts beside texts that write where no time decides, and of a pass before any has been timed.
+"""Rows of prompts in a pass with decoding texts if there is no time limit, and in passes before any timing.
 
-With fewer, prompts took longer; with more, only the others did (docs/serve.md#several-at-once)."""
+With fewer, prompts take longer; with more, texts do (docs/serve.md#several-at-once)."""
 MIN_ROWS = 32
-"""Rows of a pass, if there are that many, however long they take: fewer are read at less than nine tenths of
-the speed."""
+"""Minimum number of rows of a pass, whatever time they take: fewer have less than 0.9 of the speed."""
 LOST_SHARE = 0.1
-"""Share of the time in which a prompt is read that passes of others may take from it."""
+"""Share of a prompt's reading time for which it may be left out of passes."""
 MAX_CREDIT_SECONDS = 5.0
-"""Seconds for which a prompt may be left out in a row, once it has been read for ten times as long."""
+"""Longest time in seconds for which a prompt may be left out, after ten times as much reading."""
 
 
 @dataclass
 class _Prompt:
-    """A prompt that is read."""
+    """A prompt that is being read."""
 
     row_seconds: float
-    """Time of a row in its last passes; 0: not known."""
+    """Seconds per row in the latest passes; 0: unknown."""
     credit_seconds: float = 0.0
-    """Time of passes that may still go by without it."""
+    """Seconds for which it may still be left out."""
     is_timed: bool = False
 
 
 class PrefillSchedule:
-    """Divides passes among the prompts that are read, by the time that passes took.
+    """Divides passes among prompts by the time of earlier passes. It belongs to the passes' thread."""
 
-    It belongs to the thread that runs the passes.
-    """
-
-    def __init__(self, most_rows: int, pass_seconds: Callable[[], float]) -> None:
-        """most_rows: of a pass. pass_seconds: time that a pass should take at most; 0: no limit."""
-        self._most_rows = most_rows
+    def __init__(self, max_rows: int, pass_seconds: Callable[[], float]) -> None:
+        """max_rows: of a pass. pass_seconds: the longest time that a pass should take; 0: no limit."""
+        self._max_rows = max_rows
         self._pass_seconds = pass_seconds
         self._prompts: dict[SequenceState, _Prompt] = {}
         self._first_row_seconds = 0.0
-        """Time of a row at the beginning of the prompt that began last."""
+        """Seconds per row at the start of the newest prompt."""
 
     def rows(self, unread: Mapping[SequenceState, int], writing: bool) -> dict[SequenceState, int]:
-        """Rows of the prompts that the next pass reads; the others wait.
+        """Rows of each prompt in the next pass; prompts without an entry wait.
 
-        unread: tokens that each prompt lacks, at least one, in the order in which the prompts came. writing:
-        whether texts write in this pass.
+        unread: number of unread tokens of each prompt, at least one, oldest prompt first. writing: whether
+        texts decode in this pass.
         """
         for kv in unread:
             self._prompts.setdefault(kv, _Prompt(self._first_row_seconds))
@@ -73,26 +68,26 @@ class PrefillSchedule:
         if not (readers or rows or writing):
             readers = long[:1]
         for kv in readers:
-            # Beside short prompts a pass may take half as long again.
+            # With short prompts a pass may take half as long again.
             part = max(share, 0.5) / len(readers)
             rows[kv] = max(1, min(unread[kv], int(part * rooms[kv])))
         return rows
 
     def passed(self, seconds: float, rows: Mapping[SequenceState, int], text_rows: int) -> None:
-        """Note a pass: its time, and the rows of each prompt and of all texts that it had."""
+        """Note a pass: its time, and the rows of each prompt and of all texts."""
         read = sum(rows.values())
         count = read + text_rows
         for kv, prompt in self._prompts.items():
             row_count = rows.get(kv, 0)
             before = prompt.credit_seconds + (LOST_SHARE - text_rows / count) * seconds
-            # What other prompts take never counts against texts that come later.
+            # Time that other prompts take never makes the credit negative.
             after = max(before - (read - row_count) / count * seconds, min(before, 0.0))
             prompt.credit_seconds = max(-MAX_CREDIT_SECONDS, min(MAX_CREDIT_SECONDS, after))
             if row_count:
                 self._time(prompt, seconds / count)
 
     def keep(self, prompts: Container[SequenceState]) -> None:
-        """Forget all prompts but these."""
+        """Forget all other prompts."""
         self._prompts = {kv: prompt for kv, prompt in self._prompts.items() if kv in prompts}
 
     def _time(self, prompt: _Prompt, row_seconds: float) -> None:
@@ -103,10 +98,10 @@ class PrefillSchedule:
         prompt.is_timed = True
 
     def _room(self, prompt: _Prompt, writing: bool) -> int:
-        """Rows of a pass over this prompt alone."""
+        """Rows of a pass with this prompt alone."""
         limit = self._pass_seconds()
         if not limit:
-            return min(UNTIMED_ROWS, self._most_rows) if writing else self._most_rows
+            return min(UNTIMED_ROWS, self._max_rows) if writing else self._max_rows
         if not prompt.row_seconds:
-            return min(UNTIMED_ROWS, self._most_rows)
-        return min(self._most_rows, max(MIN_ROWS, int(limit / prompt.row_seconds)))
+            return min(UNTIMED_ROWS, self._max_rows)
+        return min(self._max_rows, max(MIN_ROWS, int(limit / prompt.row_seconds)))

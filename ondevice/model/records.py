@@ -1,4 +1,4 @@
-"""Reads a bundle's records through the flash reader: neurons, embedding rows, rows of per-layer inputs."""
+"""Reads a bundle's records through the flash reader: neurons, embedding rows, per-layer inputs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NeuronRecords:
         return records
 
     def gate_bias(self) -> Float32 | None:
-        """(F,) biases of the gates, from the resident file; None without any."""
+        """(F,) biases of the gates, from the resident file, or None."""
         bundle = self._bundle
         if not bundle.config.feed_forward.bias:
             return None
@@ -66,24 +66,24 @@ class NeuronRecords:
 
 
 def table_file(config: ModelConfig) -> int:
-    """Index in the flash reader of the embedding's file, where the bundle has it."""
+    """The flash reader's index of the embedding's file, if the bundle has it."""
     return FIRST_NEURON_FILE + config.num_layers
 
 
 def inputs_file(config: ModelConfig) -> int:
-    """Index in the flash reader of the file of per-layer inputs, where the bundle has it."""
+    """The flash reader's index of the file of per-layer inputs, if the bundle has it."""
     return table_file(config) + config.has_table
 
 
 def first_expert_file(config: ModelConfig) -> int:
-    """Index in the flash reader of the first file of experts that are stored as matrices."""
+    """The flash reader's index of the first file of experts that are stored as matrices."""
     return inputs_file(config) + config.has_inputs_table
 
 
 def expert_records(
     config: ModelConfig, quant: QuantConfig, reader: FlashReader, layer: int, neuron_file: int
 ) -> ExpertRecords | None:
-    """The experts of a layer, if it has any. neuron_file: the reader's index of the layer's neurons."""
+    """The experts of a layer, or None. neuron_file: the reader's index of the layer's neurons."""
     spec = config.layers[layer]
     if spec.experts is None:
         return None
@@ -118,7 +118,7 @@ def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
 class EmbeddingRecords:
     """`EmbeddingSource` of one of the bundle's tables.
 
-    file: its index in the reader. width: columns of a row. layout: of its records, of a row or a tile each.
+    file: its index in the reader. width: columns of a row. layout: of records of a row or a tile.
     """
 
     def __init__(
@@ -138,13 +138,11 @@ class EmbeddingRecords:
 
     @property
     def place(self) -> TilePlace:
-        """Where the tiles of a table of tiles lie."""
+        """Where the tiles lie, in a table of tiles."""
         return TilePlace(self.file, DATA_OFFSET, self.layout.stride)
 
     def tiles(self, first: int, count: int) -> Bytes:
-        """Tiles first .. first + count of a table of tiles, (count, tile_bytes), for a head that is tied to
-        it: views of the records.
-        """
+        """Tiles first .. first + count of a table of tiles, (count, tile_bytes), views, for a tied head."""
         records = read_span(self._reader, self.file, self.layout, first, count)
         return records[:, : self.layout.row_bytes[0]]
 
@@ -157,7 +155,7 @@ def record_rows(
     count: int,
     digest: GateDigest | None = None,
 ) -> RowChunk:
-    """Rows of the matrix made of each record's first row: views of the records.
+    """Each record's first row, as rows row0 .. row0 + count of a matrix: views of the records.
 
     digest: checks gate rows against their layer's sha256.
     """

@@ -1,12 +1,11 @@
-"""The states of a text's recurrent layers: behind its last token, and at checkpoints to go back to.
+"""The states of a text's recurrent layers: after its last token, and at checkpoints.
 
-A state can't be taken back by a token. So a text goes back to the checkpoint before the place that it is
-truncated to, and what follows runs again: `SequenceState.truncate` keeps fewer tokens than it was asked for.
-Checkpoints lie at multiples of a number of tokens, and at marks, which the text's last prompt sets.
+A recurrent update can't be undone. So `SequenceState.truncate` keeps the tokens up to the last checkpoint
+before the requested length, and later tokens run again. Checkpoints lie at multiples of a number of tokens,
+and at marks, which the text's last prompt sets.
 
-Tokens that may have to be taken back, as those of drafts, run ahead: passes keep their inputs, which are
-small, and leave the states as they are. Those that stay are replayed (`settle`), so that a tree's nodes
-needn't each have a state.
+Draft tokens run ahead: passes store their inputs, which are small, and leave the states unchanged. `commit`
+replays accepted ones, so that a tree's nodes need no states.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Block, Bytes
-from ondevice.backends.recurrent import (
-    AHEAD_TOKENS,
-    Ahead,
-    StateLayout,
-    States,
-    StateStore,
-    ahead_parents,
-)
+from ondevice.backends.recurrent import AHEAD_TOKENS, Ahead, StateLayout, States, StateStore, ahead_parents
 from ondevice.backends.state_memory import Buffer, HostStates, StateMemory
 from ondevice.backends.token_tree import Int32, TokenTree
 from ondevice.errors import UsageError
@@ -30,11 +22,11 @@ Allocate = Callable[[int], Block]
 
 
 class RecurrentStates:
-    """States behind `position` tokens. A pass reads these and writes the next ones, which `advance` takes; or
-    it runs ahead of them.
+    """States after `position` tokens. A pass reads these and writes the next ones, which `advance` takes; or
+    it runs ahead.
 
     allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `SequenceState`.
-    memory: what the buffers are; by default, the allocator's bytes.
+    memory: the buffers' form; by default, the allocator's bytes.
     """
 
     def __init__(
@@ -48,16 +40,16 @@ class RecurrentStates:
         self.memory: StateMemory = HostStates(layout) if memory is None else memory
         self.position = 0
         self.tokens_ahead = 0
-        """Tokens behind `position` whose inputs are kept."""
+        """Tokens after `position` whose inputs are stored."""
         self.checkpoints: dict[int, Buffer] = {}
         """States by number of tokens, ascending: multiples of `layout.spacing`, and marks."""
         self.marks: tuple[int, ...] = ()
-        """Further numbers of tokens behind which states are kept, at most `layout.marks`."""
-        self._way: int | None = None
-        """The mark among the tokens of the pass that runs, which writes the states there to `_between`."""
-        self._between: Buffer | None = None
+        """Further numbers of tokens with a checkpoint, at most `layout.marks`."""
+        self._split_mark: int | None = None
+        """The mark inside the current pass, which writes its states there to `_split_states`."""
+        self._split_states: Buffer | None = None
         self._parents: Int32 | None = None
-        """`Ahead.parents` of the pass that runs; None for one that writes the next states."""
+        """`Ahead.parents` of the current pass; None if it writes the next states."""
         self._current: Buffer | None = None
         self._next: Buffer | None = None
         self._inputs: Buffer | None = None
@@ -71,63 +63,63 @@ class RecurrentStates:
         return self._held * self.layout.nbytes + (0 if self._inputs is None else self.layout.ahead_bytes)
 
     def state(self, layer: int) -> States:
-        """A layer's state behind `position` tokens."""
+        """A layer's state after `position` tokens."""
         assert self._current is not None
-        found: States = self.memory.state(self._current, layer)
-        return found
+        state: States = self.memory.state(self._current, layer)
+        return state
 
     def next_state(self, layer: int) -> States:
         """Where a pass writes a layer's state."""
         assert self._next is not None
-        found: States = self.memory.state(self._next, layer)
-        return found
+        state: States = self.memory.state(self._next, layer)
+        return state
 
     def inputs(self, layer: int, count: int) -> tuple[States, States]:
-        """A layer's kept inputs of the first `count` tokens that run ahead."""
+        """A layer's stored inputs of the first `count` tokens that run ahead."""
         assert self._inputs is not None
         return self.memory.inputs(self._inputs, layer, count)
 
     def ahead(self, layer: int) -> Ahead | None:
-        """Where a pass that runs ahead keeps a layer's inputs; None for one that writes the next states."""
+        """A layer's inputs, if the pass runs ahead; None if it writes the next states."""
         if self._parents is None:
             return None
         return Ahead(*self.inputs(layer, len(self._parents)), self._parents)
 
     def mark(self, positions: Sequence[int]) -> None:
-        """Keep the states behind these numbers of tokens, ascending, when the text is there, and those of no
-        earlier marks. Room for them comes with `reserve`.
+        """Make these numbers of tokens, ascending, the marks, instead of earlier ones. `reserve` allocates
+        their buffers.
         """
         self.marks = tuple(positions[: self.layout.marks])
         self._spare += [self.checkpoints.pop(at) for at in self.ends if at not in self.marks]
 
     @property
     def ends(self) -> list[int]:
-        """The checkpoints at marks alone, ascending."""
+        """The checkpoints that are only at marks, ascending."""
         return [at for at in self.checkpoints if at % self.layout.spacing]
 
-    def go_by(self, count: int) -> None:
-        """The next pass, of `count` tokens, writes the next states, and those at a mark among the tokens."""
-        self._drop_between()
+    def split_at_mark(self, count: int) -> None:
+        """Let the next pass, of `count` tokens, write the next states, and those at a mark inside it."""
+        self._drop_split()
         inside = [at for at in self.marks if self.position < at < self.position + count]
         if inside:
-            self._way, self._between = inside[-1], self._spare.pop()
+            self._split_mark, self._split_states = inside[-1], self._spare.pop()
 
     def stretches(self, count: int) -> list[tuple[StateStore, int]]:
-        """The tokens of the pass, `count`, in runs: the states before and behind each, and its size."""
-        if self._way is None:
+        """The `count` tokens of the pass, as runs before and after a mark: (states, size) of each."""
+        if self._split_mark is None:
             return [(self, count)]
-        first, memory = self._way - self.position, self.memory
+        first, memory = self._split_mark - self.position, self.memory
         return [
-            (Stretch(memory, self._current, self._between), first),
-            (Stretch(memory, self._between, self._next), count - first),
+            (Stretch(memory, self._current, self._split_states), first),
+            (Stretch(memory, self._split_states, self._next), count - first),
         ]
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for what n_tokens need. If the allocator raises, all is as before."""
+        """Allocate the buffers of n_tokens. If the allocator raises, nothing changes."""
         added: list[Buffer] = []
         try:
             for _ in range(self.layout.buffers(n_tokens, len(self.marks)) - self._held):
-                added.append(self.memory.made(self._allocate, self.layout.nbytes))
+                added.append(self.memory.new_buffer(self._allocate, self.layout.nbytes))
             if self.layout.drafts:
                 self._hold_inputs()
             self._spare += added
@@ -141,8 +133,9 @@ class RecurrentStates:
         self._keep_checkpoint()
 
     def run_ahead(self, count: int, tree: TokenTree | None) -> None:
-        """The next pass, of `count` tokens, runs ahead. Raises UsageError for too many, and the allocator's
-        errors.
+        """Let the next pass, of `count` tokens, run ahead.
+
+        Raises UsageError for too many tokens, and the allocator's errors.
         """
         known = self.tokens_ahead
         if known + count > AHEAD_TOKENS:
@@ -150,68 +143,68 @@ class RecurrentStates:
                 f"{known + count} tokens can't run ahead of recurrent layers: up to {AHEAD_TOKENS} can"
             )
         self._hold_inputs()
-        self._drop_between()
+        self._drop_split()
         self._parents = ahead_parents(known, count, tree)
 
     def extend(self, position: int) -> bool:
-        """Take what a pass has written for the tokens up to `position`. True: that is a checkpoint."""
+        """Take the results of a pass up to `position`. Returns whether that is a new checkpoint."""
         if self._parents is None:
             return self.advance(position)
         self._parents, self.tokens_ahead = None, position - self.position
         return False
 
     def advance(self, position: int) -> bool:
-        """Take the states that were written behind `position` tokens. True: they are a checkpoint."""
+        """Take the states written after `position` tokens. Returns whether they are a new checkpoint."""
         self._current, self._next = self._next, self._current
-        if self._way is not None:
-            self.checkpoints[self._way] = self._between
-            self._way = self._between = None
+        if self._split_mark is not None:
+            self.checkpoints[self._split_mark] = self._split_states
+            self._split_mark = self._split_states = None
         self.position = position
         return self._keep_checkpoint()
 
     def keep(self, known: int, path: Sequence[int]) -> None:
-        """Keep the inputs of `known` tokens that run ahead of a tree, and of its nodes `path`, ascending."""
-        kept = [*range(known), *(known + node for node in path)]
-        if kept != list(range(len(kept))):
-            self._move_inputs(kept)
-        self.tokens_ahead = len(kept)
+        """Keep the inputs of `known` tokens before a tree, and of its nodes `path`, ascending."""
+        tokens = [*range(known), *(known + node for node in path)]
+        if tokens != list(range(len(tokens))):
+            self._move_inputs(tokens)
+        self.tokens_ahead = len(tokens)
 
-    def settle(self, position: int, replay: Callable[[int], None]) -> list[int]:
-        """Bring the states behind `position` tokens, of which the last run ahead. Returns new checkpoints.
+    def commit(self, position: int, replay: Callable[[int], None]) -> list[int]:
+        """Advance the states to `position`, by replaying tokens that ran ahead. Returns new checkpoints.
 
-        replay(n): writes the next states, those behind the first n tokens that run ahead.
+        replay(n): writes the next states, after the first n tokens that run ahead.
         """
-        found, spacing = [], self.layout.spacing
+        checkpoints, spacing = [], self.layout.spacing
         while self.position < position:
-            # By way of every checkpoint, as a text without drafts goes.
+            # Stops at every checkpoint, as a text without drafts does.
             marks = [at for at in self.marks if at > self.position]
             stop = min(position, (self.position // spacing + 1) * spacing, *marks)
             count = stop - self.position
             replay(count)
-            left = range(count, self.tokens_ahead)
-            if left:
-                self._move_inputs(left)
-            self.tokens_ahead = len(left)
+            remaining = range(count, self.tokens_ahead)
+            if remaining:
+                self._move_inputs(remaining)
+            self.tokens_ahead = len(remaining)
             if self.advance(stop):
-                found.append(stop)
-        return found
+                checkpoints.append(stop)
+        return checkpoints
 
     def nearest(self, n_tokens: int) -> int:
-        """The most tokens, at most n_tokens, that `back_to` can go back to."""
+        """The largest number of tokens, at most n_tokens, that `rewind` takes."""
         if n_tokens >= self.position:
             return min(n_tokens, self.position + self.tokens_ahead)
         return max((at for at in self.checkpoints if at <= n_tokens), default=0)
 
-    def back_to(self, position: int) -> None:
-        """Go back to a place that `nearest` gave, and release what so many tokens don't need."""
+    def rewind(self, position: int) -> None:
+        """Go back to a result of `nearest`, and release unneeded buffers."""
         self._parents = None
-        self._drop_between()
+        self._drop_split()
         if position < self.position and self._current is not None:
-            kept = self.checkpoints.get(position)
-            if kept is None:
+            checkpoint = self.checkpoints.get(position)
+            if checkpoint is None:
                 self.memory.clear(self._current)
             else:
-                self.memory.copy(kept, self._current)
+                self.memory.copy(checkpoint, self._current)
         self.position = min(self.position, position)
         self.tokens_ahead = position - self.position
         for at in [at for at in self.checkpoints if at > position]:
@@ -226,9 +219,7 @@ class RecurrentStates:
         self._current = self._next = self._inputs = None
 
     def copy_to(self, other: RecurrentStates, position: int) -> None:
-        """Give `other`, in which room is reserved, the same states, up to the checkpoint at `position` if
-        that lies before the last ones.
-        """
+        """Copy the states up to `position`, from `nearest`, to `other`, whose buffers are allocated."""
         if self._current is None or other._current is None or not position:
             return
         if position < self.position:
@@ -242,53 +233,51 @@ class RecurrentStates:
                 assert other._inputs is not None
                 self.memory.copy(self._inputs, other._inputs)
                 other.tokens_ahead = self.tokens_ahead
-        for at, kept in self.checkpoints.items():
+        for at, checkpoint in self.checkpoints.items():
             if at <= position:
                 copy = other.checkpoints[at] = other._spare.pop()
-                self.memory.copy(kept, copy)
+                self.memory.copy(checkpoint, copy)
 
     def checkpoint(self, position: int) -> Bytes:
-        """The states of a checkpoint, (layout.nbytes,), as `load` takes them: a view or a copy."""
+        """The states of a checkpoint, (layout.nbytes,), in the format of `load`: a view or a copy."""
         return self.memory.data(self.checkpoints[position])
 
     def load(self, read: Callable[[Bytes], None]) -> None:
-        """Let `read` fill the next states, (layout.nbytes,), which `advance` then takes."""
+        """Let `read` fill the next states, (layout.nbytes,), for `advance`."""
         assert self._next is not None
-        self._drop_between()
+        self._drop_split()
         self.memory.load(self._next, read)
 
-    def _drop_between(self) -> None:
-        """Forget what a pass that failed may have written at a mark."""
-        if self._between is not None:
-            self._spare.append(self._between)
-        self._way = self._between = None
+    def _drop_split(self) -> None:
+        """Free the buffer of a mark inside a pass that failed."""
+        if self._split_states is not None:
+            self._spare.append(self._split_states)
+        self._split_mark = self._split_states = None
 
     def _keep_checkpoint(self) -> bool:
-        """Keep the states behind `position` tokens if these are a checkpoint. Returns whether they are a new
-        one.
-        """
+        """Copy the current states if they are a new checkpoint. Returns whether they are."""
         at = self.position
         wanted = at in self.marks or (at > 0 and at % self.layout.spacing == 0)
         if not wanted or at in self.checkpoints or not self._spare:
             return False
         assert self._current is not None
-        kept = self.checkpoints[at] = self._spare.pop()
-        self.memory.copy(self._current, kept)
+        checkpoint = self.checkpoints[at] = self._spare.pop()
+        self.memory.copy(self._current, checkpoint)
         return True
 
     def _hold_inputs(self) -> None:
         if self._inputs is None:
-            self._inputs = self.memory.made(self._allocate, self.layout.ahead_bytes)
+            self._inputs = self.memory.new_buffer(self._allocate, self.layout.ahead_bytes)
 
     def _move_inputs(self, sources: Sequence[int]) -> None:
-        """Keep the inputs of the tokens `sources`, ascending, in place of those of the first."""
+        """Move the inputs of the tokens `sources`, ascending, to the start."""
         assert self._inputs is not None
         self.memory.move_inputs(self._inputs, sources)
 
     @property
     def _held(self) -> int:
         working = (self._current is not None) + (self._next is not None)
-        return working + (self._between is not None) + len(self.checkpoints) + len(self._spare)
+        return working + (self._split_states is not None) + len(self.checkpoints) + len(self._spare)
 
 
 class Stretch:
@@ -301,13 +290,13 @@ class Stretch:
 
     def state(self, layer: int) -> States:
         """A layer's state before the run."""
-        found: States = self._memory.state(self._before, layer)
-        return found
+        state: States = self._memory.state(self._before, layer)
+        return state
 
     def next_state(self, layer: int) -> States:
-        """Where the layer's state behind the run goes."""
-        found: States = self._memory.state(self._after, layer)
-        return found
+        """Where the layer's state after the run is written."""
+        state: States = self._memory.state(self._after, layer)
+        return state
 
     def ahead(self, layer: int) -> None:
         """None: the run writes states."""

@@ -1,4 +1,4 @@
-"""How a block's output joins the residual, by where the layer's norms stand."""
+"""The sum of the residual and a block's output, by the places of the layer's norms."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from ondevice.model_config import LayerSpec
 
 
 def joined(backend: Backend, spec: LayerSpec, residual: Array, y: Array, norm: Norm | None) -> Array:
-    """The residual behind a block, (R, D).
+    """The residual after a block, (R, D).
 
-    Args:
-        backend: computes norms.
-        spec: says where they stand.
-        residual: (R, D), before the block; may be overwritten.
-        y: (R, D), the block's output, with the residual in it already if `spec.joins_plainly`.
-        norm: the one behind the block, if there is one.
+    residual: (R, D), before the block; may be overwritten. y: (R, D), the block's output, which includes the
+    residual if `spec.plain_residual`. norm: of the output, or None.
     """
     if norm is None:
         return y
-    return backend.normed(y, norm) if spec.joins_plainly else backend.add_normed(residual, y, norm)
+    return backend.normed(y, norm) if spec.plain_residual else backend.add_normed(residual, y, norm)

@@ -1,8 +1,8 @@
 """Rotary position embedding tables (arXiv 2104.09864).
 
-Angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE additions and
-multiplications alone. So the tables have the same bits for every split of a prompt, and on every machine.
-Library cosines differ between both.
+Angles are rounded to float32 as in `transformers`. Cosine and sine come from IEEE additions and
+multiplications alone, so the tables have the same bits for every split of a prompt and on every machine.
+Library cosines don't.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SIN_TERMS = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(9))
 _COS_TERMS = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9))
 
 AHEAD = 64
-"""Most positions of a pass for which cached tables are used; twice as many are computed at once."""
+"""Most positions of a pass that uses cached tables. A cached table has twice that number."""
 
 
 WINDOWS = 16
-"""Windows of cached tables, one for each sequence that may be decoded with others."""
+"""Number of cached tables, one for each sequence that may be decoded with others."""
 
 
 class _Window(NamedTuple):
@@ -47,7 +47,7 @@ class Rope:
         self.frequencies = np.array(spec.frequencies, dtype=np.float32)
         self._magnitudes = np.where(self.frequencies > 0, spec.magnitude, 1.0)
         self._windows: list[_Window] = []
-        """The newest last."""
+        """Oldest first."""
 
     def run(self, first: int, count: int) -> tuple[Float32, Float32]:
         """Cosine and sine, each (count, Dh / 2), for logical positions first .. first + count - 1."""
@@ -58,7 +58,7 @@ class Rope:
         return cos[start : start + count], sin[start : start + count]
 
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), of which the first is the least."""
+        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), the first being the smallest."""
         first, last = int(positions[0]), int(positions.max())
         if last - first >= AHEAD:
             return self._computed(positions)
@@ -67,15 +67,15 @@ class Rope:
         return cos[rows], sin[rows]
 
     def _window(self, first: int, last: int) -> _Window:
-        """The cached tables with all positions from `first` to `last`."""
+        """A cached table with all positions from `first` to `last`, computed if it is missing."""
         for window in reversed(self._windows):
             if window.known.start <= first <= last < window.known.stop:
                 return window
         # Decoding passes use a few positions of each sequence, in ascending order.
         known = range(first, first + 2 * AHEAD)
-        found = _Window(known, *self._computed(np.arange(known.start, known.stop)))
-        self._windows = [*self._windows[1 - WINDOWS :], found]
-        return found
+        added = _Window(known, *self._computed(np.arange(known.start, known.stop)))
+        self._windows = [*self._windows[1 - WINDOWS :], added]
+        return added
 
     def _computed(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float32)[:, None] * self.frequencies

@@ -1,4 +1,4 @@
-"""The parts of what selects neurons: gates, or predictors."""
+"""The parts of selectors of neurons: gates, or predictors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part
 from ondevice.model.records import FIRST_NEURON_FILE, first_expert_file, record_rows
-from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.tensor_file import TaskResults, TensorFile
 from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.records import dataclass
 
@@ -28,7 +28,7 @@ def selector_parts(
     sparsity: Sparsity,
     point: OperatingPoint | None,
 ) -> list[SelectorParts]:
-    """The parts of every layer's selector; none where there is no feed-forward."""
+    """The parts of every layer's selector; empty for layers without a feed-forward."""
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = first_expert_file(config) + len(config.expert_layers)
 
@@ -37,8 +37,8 @@ def selector_parts(
         return _gate_part(bundle, reader, layer, file, layout, bias, digest)
 
     if sparsity == "exact" and not config.zeros_gates:
-        # Gates of layers without a cutoff are hardly ever zero when they are activated.
-        found = [
+        # Activated gates of layers without a cutoff are hardly ever zero.
+        parts = [
             SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.record_layout),),
                 deviations=spec.feed_forward.cutoff,
@@ -47,25 +47,25 @@ def selector_parts(
             for layer, spec in enumerate(config.layers)
         ]
     elif sparsity == "exact":
-        found = [
+        parts = [
             SelectorParts(
                 (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
-                least_gate=config.feed_forward.threshold,
+                min_gate=config.feed_forward.threshold,
             )
             for layer in layers
         ]
     elif sparsity == "predicted" and point is not None and bundle.predictors is not None:
         file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
         stored = RowFormat(bundle.predictors.bits)
-        found = [
+        parts = [
             SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
     else:
-        found = [SelectorParts()] * config.num_layers
+        parts = [SelectorParts()] * config.num_layers
     return [
-        its if spec.has_feed_forward else SelectorParts()
-        for spec, its in zip(config.layers, found, strict=True)
+        selector if spec.has_feed_forward else SelectorParts()
+        for spec, selector in zip(config.layers, parts, strict=True)
     ]
 
 
@@ -84,9 +84,9 @@ def _predictor_parts(
 
 
 def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
-    """The gate projection of a layer whose cutoff is made of all of a token's gates; else nothing.
+    """The gate projection of a layer with a cutoff, which needs all of a token's gates; else nothing.
 
-    In mode `exact` the layer's selector has it.
+    In mode `exact` it is part of the layer's selector.
     """
     if bundle.config.layers[layer].feed_forward.cutoff is None or sparsity == "exact":
         return []
@@ -105,7 +105,7 @@ def _gate_part(
     """One layer's gate projection: the first row of each record of `file`."""
     config = bundle.config
     rows = partial(record_rows, reader, file, layout, digest=digest)
-    # Whole records are read; a neuron's record has more rows.
+    # Complete records are read; a neuron's record has more rows.
     return MatrixPart(
         "gate",
         config.widths[layer],
@@ -119,17 +119,17 @@ def _gate_part(
 
 @dataclass(frozen=True)
 class SelectorParts:
-    """The parts of one layer's `Selector`: its matrices in the order of multiplication. Fields as there."""
+    """The parts of one layer's `Selector`, with its fields: matrices in the order of multiplication."""
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
-    least_gate: float = 0.0
+    min_gate: float = 0.0
     deviations: float | None = None
     activated: FeedForwardSpec | None = None
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
+    def load(self, backend: Backend, ahead: TaskResults) -> Selector | None:
         """The loaded selector; None if every neuron is multiplied."""
         if not self.matrices:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        return Selector(matrices, self.predicted, self.least_gate, self.deviations, self.activated)
+        return Selector(matrices, self.predicted, self.min_gate, self.deviations, self.activated)

@@ -1,8 +1,8 @@
-"""The state of a text: the tokens that passes have seen, and the blocks that hold their keys and values.
+"""The state of a text: its tokens, and the blocks of their keys and values.
 
-It grows by blocks of 64 tokens. Their allocator (the memory plan's) may refuse. The state knows nothing of
-attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays of the same capacity. What
-recurrent layers have in the place of keys and values is in `recurrent_states.py`.
+It grows by blocks of 64 tokens, whose allocator (the memory plan's) may refuse. Ops read and write the blocks
+by `KVLayout`, or a backend's arrays of the same capacity. Recurrent layers have `recurrent_states.py` instead
+of keys and values.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ def allocate_block(nbytes: int) -> Bytes:
     return buffer[start : start + nbytes]
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
-    """Number of leading elements that a and b share, at most `most`.
-
-    Compares slices, which is far faster than comparing elements one by one.
-    """
-    least, most = 0, min(len(a), len(b), len(a) if most is None else most)
-    # Nearly always one is a prefix of the other.
-    if a[:most] == b[:most]:
-        return most
-    while most - least > 1:
-        middle = (least + most) // 2
-        if a[least:middle] == b[least:middle]:
-            least = middle
+def common_prefix(a: Sequence[int], b: Sequence[int], limit: int | None = None) -> int:
+    """Number of leading elements that a and b share, at most `limit`."""
+    low, limit = 0, min(len(a), len(b), len(a) if limit is None else limit)
+    # Usually one is a prefix of the other. Slices compare far faster than elements.
+    if a[:limit] == b[:limit]:
+        return limit
+    while limit - low > 1:
+        middle = (low + limit) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
         else:
-            most = middle
-    return least
+            limit = middle
+    return low
 
 
 def _forget(block: Block) -> None:
@@ -52,12 +49,12 @@ def _forget(block: Block) -> None:
 
 
 class SequenceState:
-    """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states behind them.
+    """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states after them.
 
-    allocate: takes a number of bytes; returns a block that the backend's ops can write to (uint8 for numpy
-        backends) or raises (`BudgetError` under a memory plan).
+    allocate: allocates a block of a number of bytes, which the backend's ops can write to (uint8 for numpy
+        backends); may raise (`BudgetError` under a memory plan).
     release: frees a block.
-    arrays: a backend's own. Ops then write to these, and blocks only account for their memory.
+    arrays: a backend's arrays. Ops then write to these, and blocks only account for their memory.
     """
 
     def __init__(
@@ -73,15 +70,14 @@ class SequenceState:
         self.arrays: Any = arrays
         self.tokens: list[int] = []
         self.drafted = 0
-        """The last of the tokens, which are a draft's and not verified yet."""
+        """Number of last tokens that are an unverified draft."""
         self.chunked = 0
-        """Leading tokens that came in whole chunks of a prompt, each behind whole chunks; in a model with
-        recurrent layers, those up to the last multiple of its checkpoints' distance that has one at every
-        multiple before it."""
+        """Number of leading tokens from complete chunks of a prompt; in a model with recurrent layers, up to
+        the last of an unbroken series of checkpoints."""
         self.saved = 0
-        """Leading tokens that the prompt cache has."""
+        """Number of leading tokens in the prompt cache."""
         self.states: RecurrentStates | None = None
-        """States of recurrent layers; None in a model without such."""
+        """States of recurrent layers; None in a model without recurrent layers."""
         if layout.states.nbytes:
             memory = None if arrays is None else arrays.states
             self.states = RecurrentStates(layout.states, allocate, release, memory)
@@ -95,22 +91,22 @@ class SequenceState:
 
     @property
     def verified(self) -> int:
-        """Number of tokens that are the text's: all but those of a draft that isn't verified yet."""
+        """Number of tokens without an unverified draft."""
         return self.length - self.drafted
 
     @property
     def room(self) -> int:
-        """Number of tokens that fit into the blocks held."""
+        """Number of tokens that fit into the allocated blocks."""
         return len(self.blocks) * BLOCK_TOKENS
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks and states held, used or reserved."""
+        """Bytes of the allocated blocks and states."""
         states = 0 if self.states is None else self.states.nbytes
         return len(self.blocks) * self.layout.block_bytes + states
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for n_tokens positions in all. If the allocator raises, the state is as before."""
+        """Allocate room for n_tokens in all. If the allocator raises, nothing changes."""
         added: list[Block] = []
         done = False
         if self.states is not None:
@@ -129,10 +125,10 @@ class SequenceState:
             for block in added:
                 self._release(block)
             if self.states is not None and not done:
-                self.states.back_to(self.length)
+                self.states.rewind(self.length)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens whose keys and values a pass has just written at the next positions."""
+        """Add tokens whose keys and values a pass has written at the next positions."""
         room = self.room - self.length
         if len(tokens) > room:
             raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
@@ -141,53 +137,43 @@ class SequenceState:
             self._add_checkpoint(self.length)
 
     def end_of_chunk(self, stop: int) -> int:
-        """Where a chunk of a prompt that could go up to position `stop` ends: at a checkpoint, if one lies in
-        between.
-        """
+        """End of a prompt's chunk: `stop`, or the next checkpoint's place, if that comes first."""
         if self.states is None:
             return stop
         spacing = self.states.layout.spacing
         return min(stop, (self.length // spacing + 1) * spacing)
 
     def mark_prompt(self, n_tokens: int) -> None:
-        """Say that what follows belongs to a prompt of n_tokens in all: states of recurrent layers are kept
-        as they are here, and near the prompt's end.
-        """
+        """Begin a prompt that ends at n_tokens: mark the current length, and a place near the end."""
         self.mark(sorted({self.length, max(self.length, n_tokens - PROMPT_TAIL)} - {0}))
 
     def mark(self, positions: Sequence[int]) -> None:
-        """Keep the states of recurrent layers behind these numbers of tokens: `RecurrentStates.mark`."""
+        """Keep recurrent states after these numbers of tokens, as `RecurrentStates.mark`."""
         if self.states is not None:
             self.states.mark(positions)
 
     def nearest(self, n_tokens: int) -> int:
-        """The most tokens, at most n_tokens, that `truncate` can keep: up to a checkpoint, where layers are
-        recurrent.
-        """
+        """The largest number of tokens, at most n_tokens, that `truncate` can keep."""
         return n_tokens if self.states is None else self.states.nearest(n_tokens)
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and release the blocks after them.
-
-        A model with recurrent layers may have to keep fewer, those up to the last checkpoint, unless all that
-        go run ahead of its states.
-        """
+        """Keep the first `nearest(n_tokens)` tokens, and release the blocks after them."""
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate the state of {self.length} tokens to {n_tokens}")
         n_tokens = self.nearest(n_tokens)
         if self.states is not None:
-            self.states.back_to(n_tokens)
+            self.states.rewind(n_tokens)
         self.drafted = max(0, n_tokens - self.verified)
         del self.tokens[n_tokens:]
-        most = self._checkpointed(n_tokens)
-        self.chunked, self.saved = min(self.chunked, most), min(self.saved, most)
+        limit = self._checkpointed(n_tokens)
+        self.chunked, self.saved = min(self.chunked, limit), min(self.saved, limit)
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
         """Keep only the nodes of `path` from the tree that is stored from position `start` on.
 
         path: ascending nodes. move(source, target): copies the keys and values of one position to another.
-        States of recurrent layers are behind tokens before them until `settle`.
+        Recurrent states don't include these tokens until `commit`.
         """
         if self.states is not None and path and start >= self.states.position:
             self.states.keep(start - self.states.position, path)
@@ -198,19 +184,14 @@ class SequenceState:
         self.truncate(start + len(path))
         self.drafted = 0
 
-    def settle(self, n_tokens: int, replay: Callable[[int], None]) -> None:
-        """Bring states of recurrent layers behind the first n_tokens, if the last of these run ahead.
-
-        replay: as `RecurrentStates.settle` has it.
-        """
+    def commit(self, n_tokens: int, replay: Callable[[int], None]) -> None:
+        """Advance recurrent states to n_tokens. replay: as in `RecurrentStates.commit`."""
         if self.states is not None:
-            for checkpoint in self.states.settle(n_tokens, replay):
+            for checkpoint in self.states.commit(n_tokens, replay):
                 self._add_checkpoint(checkpoint)
 
     def fork(self, n_tokens: int | None = None) -> SequenceState:
-        """An independent copy of the first n_tokens positions, with blocks of its own: as many as `nearest`
-        gives. By default it has all but a draft that isn't verified yet.
-        """
+        """An independent copy of the first `nearest(n_tokens)` tokens; by default of all verified ones."""
         wanted = self.verified if n_tokens is None else min(n_tokens, self.verified)
         copied = wanted
         if self.states is not None:
@@ -223,9 +204,7 @@ class SequenceState:
         return copy
 
     def _checkpointed(self, n_tokens: int) -> int:
-        """Up to which token `chunked` and `saved` may go in n_tokens: in a model with recurrent layers they
-        are about multiples of its checkpoints' distance.
-        """
+        """The limit of `chunked` and `saved` in n_tokens: a multiple of the checkpoints' distance, if any."""
         return n_tokens if self.states is None else n_tokens - n_tokens % self.states.layout.spacing
 
     def _empty(self) -> SequenceState:
@@ -233,9 +212,7 @@ class SequenceState:
         return SequenceState(self.layout, self._allocate, self._release)
 
     def _copy_to(self, copy: SequenceState, n_tokens: int) -> None:
-        """Give an empty state the first n_tokens of this one: all, or up to a checkpoint where layers are
-        recurrent. Raises the allocator's errors; it is then empty.
-        """
+        """Copy the first n_tokens, from `nearest`, to an empty state, which stays empty on an error."""
         if self.states is not None and copy.states is not None:
             copy.states.memory = self.states.memory
             marks = self.states.marks
@@ -253,20 +230,20 @@ class SequenceState:
         if self.states is not None and copy.states is not None:
             self.states.copy_to(copy.states, n_tokens)
         copy.tokens = self.tokens[:n_tokens]
-        most = n_tokens if n_tokens == self.length else self._checkpointed(n_tokens)
-        copy.chunked, copy.saved = min(self.chunked, most), min(self.saved, most)
+        limit = n_tokens if n_tokens == self.length else self._checkpointed(n_tokens)
+        copy.chunked, copy.saved = min(self.chunked, limit), min(self.saved, limit)
 
     def part_sizes(self, start: int, stop: int) -> list[int]:
-        """Bytes of each part of the state at positions start .. stop - 1, as `part` and `load_part` have it.
+        """Bytes of each part of the state at positions start .. stop - 1, for `part` and `load_part`.
 
-        Blocks count whole: what they hold beside these positions goes with them. Last come the states of
-        recurrent layers behind `stop` tokens, which is then a checkpoint.
+        Parts are complete blocks, whatever else they hold. The last part is the recurrent states after `stop`
+        tokens, a checkpoint.
         """
         states = [] if self.states is None else [self.layout.states.nbytes]
         return self._stored_sizes(start, stop) + states
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
-        """A part of the state, (its bytes,) uint8: a view of a block, or a copy."""
+        """A part of the state, (nbytes,) uint8: a view of a block, or a copy."""
         if self._is_states(index, start, stop):
             assert self.states is not None
             return self.states.checkpoint(stop)
@@ -277,7 +254,7 @@ class SequenceState:
         return block
 
     def load_part(self, index: int, start: int, stop: int, read: Callable[[Bytes], None]) -> None:
-        """Take a part of the state from `read`, which fills (its bytes,) uint8. There is room for it."""
+        """Take a part of the state from `read`, which fills (nbytes,) uint8. Its room is reserved."""
         if self._is_states(index, start, stop):
             assert self.states is not None
             self.states.load(read)
@@ -295,7 +272,7 @@ class SequenceState:
             self.chunked = position
 
     def _is_states(self, index: int, start: int, stop: int) -> bool:
-        """Whether a part of the state at these positions is that of recurrent layers."""
+        """Whether a part of the state at these positions is the recurrent states."""
         return self.states is not None and index == len(self._stored_sizes(start, stop))
 
     def _stored_sizes(self, start: int, stop: int) -> list[int]:
@@ -311,12 +288,12 @@ class SequenceState:
         self.places = None
         while len(self.blocks) > n_blocks:
             self._release(self.blocks.pop())
-        # Last: arrays that can't shrink for want of memory still have room for every block.
+        # Last, as arrays that can't shrink for lack of memory still have room for every block.
         if self.arrays is not None:
             self.arrays.resize(n_blocks)
 
 
 def state_over(layout: KVLayout, blocks: Sequence[Block]) -> SequenceState:
-    """An empty state over blocks that hold the keys and values of tokens yet to come."""
+    """An empty state over blocks that already hold the keys and values of its later tokens."""
     held = iter(blocks)
     return SequenceState(layout, lambda nbytes: next(held))

@@ -1,8 +1,8 @@
-"""Passes that several texts share: each asks for a pass of its own, and one pass answers them all.
+"""Passes that several texts share: each text requests a pass, and one pass answers all requests.
 
-Reading the weights takes most of a pass over few rows, and it is the same for one row as for several. Every
-text gets the bits that it gets alone (`Transformer.run_each`): where these depend on the number of rows, a
-pass has no more than it may, and texts take turns. This module knows nothing of sampling, plans or threads.
+Reading the weights takes most of a pass over few rows, and the same time for one row as for several. Every
+text gets the bits that it gets alone (`Transformer.run_each`): where they depend on the number of rows, a
+pass has limited rows, and texts take turns. This module knows nothing of sampling, plans or threads.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A pass that a text asks for: `batch` behind the tokens in kv. It may be answered in part.
+    """A text's request for a pass: `batch` after the tokens in kv. It may be answered in part.
 
-    prompt: whether its tokens are of a prompt, of which a pass may take the first ones alone. unread: tokens
-    that the prompt lacks, these and those behind them. logits: whether those behind its last token are
-    wanted. draft_request: what `draft` of `SharedPasses` takes, for a token that a draft may follow.
+    prompt: whether its tokens are a prompt's, of which a pass may take only the first ones. unread: number of
+    unread tokens of the prompt, these included. logits: whether those after its last token are wanted.
+    draft_request: input of `SharedPasses`' `draft`, for a token that a draft may follow.
 
-    A batch without tokens asks for no pass: other texts' passes go first.
+    With a batch without tokens, other texts' passes go first.
     """
 
     batch: ForwardBatch
     kv: SequenceState
     length: int
-    """Tokens in kv. If it has fewer by the time of the pass, its memory was needed elsewhere."""
+    """Tokens in kv. If it has fewer at the pass, it was evicted."""
     cancelled: IsCancelled | None = None
     prompt: bool = False
     unread: int = 0
@@ -48,17 +48,17 @@ class PassRequest:
 
 
 def no_pass(kv: SequenceState, cancelled: IsCancelled | None) -> PassRequest:
-    """What lets other texts' passes go first."""
+    """A request that lets other texts' passes go first."""
     return PassRequest(ForwardBatch([]), kv, kv.length, cancelled, prompt=True)
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of a pass over the first `rows` tokens of a request, which are in its kv now.
+    """The result of a pass over the first `rows` tokens of a request, which are now in its kv.
 
-    logits: (1, V) behind the last of them, or behind the one that a draft follows, unchecked, where the pass
-    was shared and they were wanted. seconds: of the pass; None where it can't be compared with others over
-    the same tokens. batch: of the whole pass. first: row in it of the request's first token.
+    logits: (1, V), unchecked, after the last of them, or after the one before a draft; None unless the pass
+    was shared and they are wanted. seconds: of the pass; None if it can't be compared with others over the
+    same tokens. batch: of the pass. first: row in it of the request's first token.
     """
 
     rows: int
@@ -70,26 +70,26 @@ class PassResult:
 
 
 class Drafted(NamedTuple):
-    """A token with its draft. streamed: as `Transformer.run` has it, for a pass of its own."""
+    """A token with its draft. streamed: as in `Transformer.run`, for a separate pass."""
 
     batch: ForwardBatch
     streamed: Sequence[int] | None = None
 
 
 MakeDrafts: TypeAlias = Callable[[Sequence[PassRequest], int], Sequence[Drafted | Cancelled]]
-"""Makes the drafts of all texts of a pass, of so many rows together at most, or one for each text."""
+"""The drafts of all texts of a pass, with at most a number of rows together, or one row for each text."""
 Answer: TypeAlias = PassResult | OndeviceError | Cancelled | Literal["evicted", "passed"] | None
-"""The answer to a request: its result, what it raises, `evicted` where its kv was emptied for want of memory,
-so that it has to begin anew, `passed` where it asked for no pass, or None where it waits for a later one."""
+"""The answer to a request: its result, its error, `evicted` if its kv was emptied to free memory, so that it
+has to start again, `passed` if its batch is empty, or None if it waits for a later pass."""
 
 
 def _note_draft(request: PassRequest, rows: int) -> None:
-    """Note which tokens of a pass over `rows` of them its text has yet to verify."""
+    """Note the number of unverified tokens after a pass over `rows` tokens."""
     request.kv.drafted = 0 if request.prompt else rows - 1
 
 
 def _first_tokens(batch: ForwardBatch, count: int) -> ForwardBatch:
-    """The first `count` tokens of a batch, of which no results are wanted unless they are all."""
+    """The first `count` tokens of a batch, without wanted results unless they are all."""
     if count >= len(batch.tokens):
         return batch
     return ForwardBatch(batch.tokens[:count], last_only=batch.last_only, silent=True)
@@ -98,64 +98,63 @@ def _first_tokens(batch: ForwardBatch, count: int) -> ForwardBatch:
 class SharedPasses:
     """Answers the requests of the texts that run together.
 
-    If memory for keys and values runs out, the text that came last loses its own, and computes them again
-    when a text that came before it has ended. The first of all always goes on: a plan guarantees it a
-    context.
+    If memory for keys and values runs out, the newest text is evicted, and starts again when an older text
+    has ended. The oldest always goes on: a plan guarantees it a context.
     """
 
     def __init__(
         self,
         transformer: Transformer,
         before_pass: Callable[[ForwardBatch], None],
-        most_rows: int,
+        max_rows: int,
         draft: MakeDrafts | None = None,
         equal_rows: int = ANY_ROWS,
         pass_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """before_pass: called before every pass; it may change how much memory there is, and empty caches.
+        """before_pass: called before every pass; may change the memory, and empty caches.
 
-        most_rows: of a shared pass. draft: None for no drafts. equal_rows: rows up to which each has the bits
-        that it has alone. Where that is less than `most_rows`, a shared pass has no more, and a chunk of a
-        prompt runs whole, as it does alone: by itself if it has more. Else prompts are read as
-        `PrefillSchedule` says, which takes pass_seconds.
+        max_rows: of a shared pass. draft: None for no drafts. equal_rows: rows up to which each has the bits
+        that it has alone. If that is less than `max_rows`, it is the limit of a shared pass, and a prompt's
+        chunk isn't divided: a larger one runs alone. Else prompts are read by `PrefillSchedule`, which takes
+        pass_seconds.
         """
         self._transformer = transformer
         self._before_pass = before_pass
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._draft = draft
         self._equal_rows = equal_rows
-        self._schedule = PrefillSchedule(most_rows, pass_seconds)
-        self._turns: dict[SequenceState, int] = {}
-        """Texts whose rows are limited, with when they last had a pass: the least comes next."""
+        self._schedule = PrefillSchedule(max_rows, pass_seconds)
+        self._last_pass: dict[SequenceState, int] = {}
+        """Number of the last pass of each text, where rows are limited: the smallest comes next."""
         self._was_wide = False
-        """Whether the last pass was of a chunk with more rows than may be shared."""
+        """Whether the last pass was a chunk too large to be shared."""
         self._waiting: dict[SequenceState, list[SequenceState]] = {}
-        """Emptied caches, and those of the texts of which one has to end first."""
+        """Evicted caches, each with the caches of older texts, of which one has to end first."""
 
     def answer(self, requests: Sequence[PassRequest]) -> list[Answer]:
         """One answer for each request, in the order in which their texts began."""
         self._forget(requests)
         going = [it for it in requests if it.cancelled is None or not it.cancelled()]
-        found: dict[int, Answer] = {id(it): Cancelled() for it in requests}
+        answers: dict[int, Answer] = {id(it): Cancelled() for it in requests}
         if len(going) < len(requests):
-            # Those that are cancelled let go of their memory before the others go on.
-            found |= {id(it): None for it in going}
+            # Cancelled texts free their memory before the others go on.
+            answers |= {id(it): None for it in going}
         elif len(going) == 1:
             self._waiting.clear()
-            found[id(going[0])] = self._only(going[0])
+            answers[id(going[0])] = self._only(going[0])
         else:
-            found |= self._together(going)
-        return [found[id(it)] for it in requests]
+            answers |= self._together(going)
+        return [answers[id(it)] for it in requests]
 
     def alone(self, request: PassRequest) -> Answer:
-        """The answer to a request in a pass of its own."""
+        """The answer to a request in a separate pass."""
         if not request.batch.tokens:
             return Cancelled() if request.cancelled is not None and request.cancelled() else "passed"
-        drafted = self._drafted([request], self._most_rows).get(id(request), Drafted(request.batch))
+        drafted = self._drafted([request], self._max_rows).get(id(request), Drafted(request.batch))
         return drafted if isinstance(drafted, Cancelled) else self._alone(request, drafted)
 
     def _only(self, request: PassRequest) -> Answer:
-        """The answer to a request while there is no other: of a prompt, as much as others may wait for."""
+        """The answer to the only request: for a prompt, over the rows that other texts could wait for."""
         if not request.prompt or not request.batch.tokens or self._is_limited():
             return self.alone(request)
         rows = self._schedule.rows({request.kv: request.unread}, False)[request.kv]
@@ -172,14 +171,14 @@ class SharedPasses:
                 if kv.length != request.length:
                     return "evicted"
                 started = time.perf_counter()
-                found = self._transformer.run(batch, kv, request.cancelled, streamed=drafted.streamed)
+                output = self._transformer.run(batch, kv, request.cancelled, streamed=drafted.streamed)
         except (OndeviceError, Cancelled) as error:
             return error
         _note_draft(request, len(batch.tokens))
-        return PassResult(len(batch.tokens), found, None, time.perf_counter() - started, batch)
+        return PassResult(len(batch.tokens), output, None, time.perf_counter() - started, batch)
 
     def _drafted(self, requests: Sequence[PassRequest], rows: int) -> dict[int, Drafted | Cancelled]:
-        """The drafts of the requests that may have one, of at most `rows` rows together, by `id`."""
+        """The drafts of the requests that may have one, at most `rows` rows together, by `id`."""
         texts = list(filter(self._can_write, requests))
         if self._draft is None or not texts:
             return {}
@@ -190,10 +189,10 @@ class SharedPasses:
         rows = self._chosen(requests)
         chosen = [it for it in requests if id(it) in rows]
         drafted = self._drafted(chosen, self._draft_rows(chosen))
-        found: dict[int, Answer] = {
+        answers: dict[int, Answer] = {
             key: draft for key, draft in drafted.items() if isinstance(draft, Cancelled)
         }
-        going = [it for it in requests if id(it) not in found]
+        going = [it for it in requests if id(it) not in answers]
         batches = self._batches(going, [drafted.get(id(it)) for it in going], rows)
         try:
             self._before_pass(joint_batch(batches))
@@ -202,28 +201,28 @@ class SharedPasses:
         ready: list[tuple[PassRequest, ForwardBatch]] = []
         for at, (request, batch) in enumerate(zip(going, batches, strict=True)):
             answer = self._held(going, at, len(batch.tokens))
-            found[id(request)] = "passed" if answer is None and not request.batch.tokens else answer
+            answers[id(request)] = "passed" if answer is None and not request.batch.tokens else answer
             if answer is None and batch.tokens and request.kv not in self._waiting:
                 ready.append((request, batch))
         started = time.perf_counter()
         if len(ready) == 1:
             request, batch = ready[0]
-            found[id(request)] = self._alone(request, Drafted(batch))
+            answers[id(request)] = self._alone(request, Drafted(batch))
         elif ready:
-            found |= self._shared(ready)
+            answers |= self._shared(ready)
         if ready and not self._is_limited():
             read = {request.kv: len(batch.tokens) for request, batch in ready if request.prompt}
             texts = sum(len(batch.tokens) for request, batch in ready if not request.prompt)
             self._schedule.passed(time.perf_counter() - started, read, texts)
-        return found
+        return answers
 
     def _is_limited(self) -> bool:
-        return self._equal_rows < self._most_rows
+        return self._equal_rows < self._max_rows
 
     def _chosen(self, requests: Sequence[PassRequest]) -> dict[int, int]:
-        """Rows of the requests that the pass is of, by `id`; a text's draft comes on top.
+        """Rows of the requests in the next pass, without drafts, by `id`.
 
-        Where rows are limited, those whose turn it is; else all texts, and prompts by the schedule.
+        If rows are limited, those with the oldest last pass; else all texts, and prompts by the schedule.
         """
         if not self._is_limited():
             unread = {it.kv: it.unread for it in self._open_prompts(requests)}
@@ -236,32 +235,32 @@ class SharedPasses:
         able = list[PassRequest]()
         waits = False
         for it in requests:
-            # What comes behind a text that waits would take the memory that it waits for.
+            # Prompts after a waiting text would take the memory that it waits for.
             waits = waits or it.kv in self._waiting
             if it.batch.tokens and not (waits and it.prompt):
                 able.append(it)
-        able.sort(key=lambda it: self._turns.get(it.kv, 0))
+        able.sort(key=lambda it: self._last_pass.get(it.kv, 0))
         wide = [it for it in able if len(it.batch.tokens) > self._equal_rows]
         narrow = [it for it in able if len(it.batch.tokens) <= self._equal_rows]
-        # A long prompt's chunks and passes of the others take turns.
+        # A long prompt's chunks alternate with passes of the others.
         self._was_wide = bool(wide) and not (narrow and self._was_wide)
-        found = wide[:1] if self._was_wide else self._fitting(narrow)
-        now = 1 + max(self._turns.values(), default=0)
-        its = {it.kv: self._turns.get(it.kv, 0) for it in requests}
-        self._turns = its | {it.kv: turn for turn, it in enumerate(found, now)}
-        return {id(it): len(it.batch.tokens) for it in found}
+        chosen = wide[:1] if self._was_wide else self._fitting(narrow)
+        now = 1 + max(self._last_pass.values(), default=0)
+        passes = {it.kv: self._last_pass.get(it.kv, 0) for it in requests}
+        self._last_pass = passes | {it.kv: number for number, it in enumerate(chosen, now)}
+        return {id(it): len(it.batch.tokens) for it in chosen}
 
     def _can_write(self, request: PassRequest) -> bool:
-        """Whether a pass may have a request's row behind its prompt."""
+        """Whether the request is of a decoding text whose cache is there."""
         here = request.kv.length == request.length
         return not request.prompt and here and request.kv not in self._waiting
 
     def _open_prompts(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
-        """Prompts that may have rows, in the order in which they came."""
+        """Prompts that may have rows, oldest first."""
         prompts = list[PassRequest]()
         for it in requests:
             if it.kv in self._waiting:
-                # What comes behind it would take the memory that it waits for.
+                # Newer prompts would take the memory that it waits for.
                 break
             if it.prompt and it.batch.tokens:
                 prompts.append(it)
@@ -277,10 +276,10 @@ class SharedPasses:
         return fitting
 
     def _draft_rows(self, chosen: Sequence[PassRequest]) -> int:
-        """Most rows that texts and their drafts may have together in a pass."""
+        """Most rows of all texts with their drafts in a pass."""
         prompts = [it for it in chosen if it.prompt]
-        # Prompts get their share of the rows; drafts have the rest of the texts'.
-        shared = self._most_rows * (len(chosen) - len(prompts)) // max(1, len(chosen))
+        # Texts and prompts share the rows equally; drafts use the texts' share.
+        shared = self._max_rows * (len(chosen) - len(prompts)) // max(1, len(chosen))
         if not self._is_limited():
             return shared
         return min(shared, self._equal_rows - sum(len(it.batch.tokens) for it in prompts))
@@ -291,28 +290,28 @@ class SharedPasses:
         drafted: Sequence[Drafted | Cancelled | None],
         rows: Mapping[int, int],
     ) -> list[ForwardBatch]:
-        """What the pass takes of each request: a text's token with its draft, and the first rows of a prompt.
+        """Each request's batch in the pass: a text's token with its draft, or the first rows of a prompt.
 
-        rows: of those that it is of, by `id`.
+        rows: of the requests in the pass, by `id`.
         """
-        own = [
+        batches = [
             draft.batch if isinstance(draft, Drafted) else it.batch
             for it, draft in zip(requests, drafted, strict=True)
         ]
         counts = [
             rows.get(id(it), 0) if it.prompt else len(batch.tokens) * (id(it) in rows)
-            for it, batch in zip(requests, own, strict=True)
+            for it, batch in zip(requests, batches, strict=True)
         ]
         if not self._is_limited():
-            room = self._most_rows - sum(counts[at] for at, it in enumerate(requests) if not it.prompt)
+            room = self._max_rows - sum(counts[at] for at, it in enumerate(requests) if not it.prompt)
             prompts = [at for at, it in enumerate(requests) if it.prompt]
             for at in sorted(prompts, key=counts.__getitem__):
                 counts[at] = min(counts[at], max(room, 0))
                 room -= counts[at]
-        return [_first_tokens(batch, count) for batch, count in zip(own, counts, strict=True)]
+        return [_first_tokens(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
     def _held(self, requests: Sequence[PassRequest], at: int, count: int) -> Answer:
-        """Hold memory for `count` tokens of a request. Returns its answer if it has none; None if it has."""
+        """Reserve memory for `count` tokens of a request. Returns None, or its answer if that fails."""
         request, kv = requests[at], requests[at].kv
         if not request.batch.tokens:
             return None
@@ -321,7 +320,7 @@ class SharedPasses:
             return "evicted"
         if kv in self._waiting or not count:
             return None
-        # A session may be saved while it answers: then two requests have one cache.
+        # A session may be saved while it answers; then two requests have one cache.
         later = [it for it in requests[at + 1 :] if it.kv is not kv]
         while True:
             try:
@@ -343,13 +342,13 @@ class SharedPasses:
                 return error
 
     def _wait(self, requests: Sequence[PassRequest], at: int) -> None:
-        """Let a request wait until one before it has ended."""
+        """Let a request wait until an older one has ended."""
         kv = requests[at].kv
         if before := [it.kv for it in requests[:at] if it.kv is not kv]:
             self._waiting[kv] = before
 
     def _forget(self, requests: Sequence[PassRequest]) -> None:
-        """Let those go on before which a text has ended."""
+        """Let requests go on if a text before them has ended."""
         here = {it.kv for it in requests}
         self._schedule.keep({it.kv for it in requests if it.prompt})
         self._waiting = {
@@ -357,7 +356,7 @@ class SharedPasses:
         }
 
     def _shared(self, ready: Sequence[tuple[PassRequest, ForwardBatch]]) -> dict[int, Answer]:
-        """Answers from one pass, by `id`. If it fails, from a pass of each: one's error is no other's."""
+        """Answers from one pass, by `id`. If it fails, from separate passes, so that errors are separate."""
         requests = [request for request, _ in ready]
 
         def cancelled() -> bool:
@@ -377,38 +376,35 @@ class SharedPasses:
             return {id(it): self._untimed(it, batch) for it, batch in ready}
 
     def _untimed(self, request: PassRequest, batch: ForwardBatch) -> Answer:
-        """The answer to a request in a pass of its own, whose time is not that of all texts."""
+        """The answer to a request in a separate pass, without its time."""
         answer = self._alone(request, Drafted(batch))
         return replace(answer, seconds=None) if isinstance(answer, PassResult) else answer
 
     def _results(
         self, ready: Sequence[tuple[PassRequest, ForwardBatch]], hidden: Array, started: float
     ) -> dict[int, Answer]:
-        """Results for hidden states (T, D) of all rows, with the logits that are wanted, in one product.
-
-        started: when the pass was.
-        """
+        """Results from hidden states (T, D) of all rows, with the wanted logits, in one product."""
         transformer, backend = self._transformer, self._transformer.backend
-        batch, first, ends = joint_batch(own for _, own in ready), 0, dict[int, int]()
-        for request, own in ready:
+        batch, first, ends = joint_batch(part for _, part in ready), 0, dict[int, int]()
+        for request, part in ready:
             if not request.prompt:
                 ends[id(request)] = first
-            elif request.logits and len(own.tokens) == len(request.batch.tokens):
-                ends[id(request)] = first + len(own.tokens) - 1
-            first += len(own.tokens)
+            elif request.logits and len(part.tokens) == len(request.batch.tokens):
+                ends[id(request)] = first + len(part.tokens) - 1
+            first += len(part.tokens)
         logits: dict[int, Float32] = {}
-        # What fails here fails again where each text computes its own: the pass itself is done.
+        # An error here is raised again when each text computes its logits. The pass is done.
         with suppress(OndeviceError), system_refusals():
             if ends:
-                found = backend.to_numpy(transformer.logits(backend.rows(hidden, list(ends.values()))))
-                logits = {key: found[row : row + 1] for row, key in enumerate(ends)}
+                values = backend.to_numpy(transformer.logits(backend.rows(hidden, list(ends.values()))))
+                logits = {key: values[row : row + 1] for row, key in enumerate(ends)}
         seconds = None if any(it.prompt for it, _ in ready) else time.perf_counter() - started
         results, first = dict[int, Answer](), 0
-        for request, own in ready:
-            count = len(own.tokens)
+        for request, part in ready:
+            count = len(part.tokens)
             output = ForwardOutput(count, hidden[first : first + count])
             _note_draft(request, count)
-            its = logits.get(id(request))
-            results[id(request)] = PassResult(count, output, its, seconds, batch, first)
+            row_logits = logits.get(id(request))
+            results[id(request)] = PassResult(count, output, row_logits, seconds, batch, first)
             first += count
         return results

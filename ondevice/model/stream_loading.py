@@ -1,7 +1,4 @@
-"""Loads the adapters in a bundle's `streams.safetensors` into a backend.
-
-This module knows which tensors an adapter has; `loading.py` reads them in bounded pieces.
-"""
+"""Loads the adapters in a bundle's `streams.safetensors` into a backend."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.parts import MatrixPart, Part, part_tasks
-from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.tensor_file import TaskResults, TensorFile
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 from ondevice.records import dataclass
 
@@ -30,7 +27,7 @@ def load_streams(
 ) -> MultiStreamWeights:
     """Load the bundle's streams into `backend`.
 
-    file_index: of the streams' file in `reader`. cancelled: asked between two pieces.
+    file_index: of the streams' file in `reader`. cancelled: called between two pieces.
 
     Raises BundleError if the bundle has no streams or their bytes can't be weights, FlashReadError if bytes
     don't match their checksum, Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
@@ -46,7 +43,7 @@ def load_streams(
         for name, (rows, cols) in streams.matrices(config).items()
     ]
     parts: list[Part] = [*begun, *matrices]
-    with ReadAhead(part_tasks(parts, cancelled)) as ahead:
+    with TaskResults(part_tasks(parts, cancelled)) as ahead:
         vectors = tuple(vector for part in begun for vector in part.load(backend, ahead))
         loaded = {matrix.field: matrix.load(backend, ahead) for matrix in matrices}
 
@@ -59,13 +56,7 @@ def load_streams(
         )
         for prefix in map(layer_prefix, streams.layers(config))
     )
-    return MultiStreamWeights(
-        vectors,
-        streams.first_layer,
-        layers,
-        streams.mode == "shared",
-        streams.streams,
-    )
+    return MultiStreamWeights(vectors, streams.first_layer, layers, streams.mode == "shared", streams.streams)
 
 
 @dataclass(frozen=True)
@@ -79,5 +70,5 @@ class _EmbeddingsPart:
     def tasks(self) -> Iterator[Callable[[], Float32]]:
         yield self.read
 
-    def load(self, backend: Backend, ahead: ReadAhead) -> tuple[Vector, ...]:
+    def load(self, backend: Backend, ahead: TaskResults) -> tuple[Vector, ...]:
         return tuple(backend.load_vector(row) for row in ahead.next().reshape(-1, self.width))

@@ -1,4 +1,4 @@
-"""Files of tensors, read ahead in the order of use; each CRC block is read once."""
+"""Files of tensors, read ahead in the order of use. Each CRC block is read once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 
 READ_AHEAD = 4
-"""Pieces that are being read or are ready, while the backend packs one."""
-KEPT_BLOCKS = 16
-"""CRC blocks kept in memory: those in which pieces under way end and the next ones begin."""
+"""Pieces that are being read, or are ready, while the backend packs one."""
+CACHED_BLOCKS = 16
+"""CRC blocks kept in memory, as neighbouring pieces share one."""
 
 
-class ReadAhead:
+class TaskResults:
     """The results of `tasks`, in order, computed ahead by a few threads."""
 
     def __init__(self, tasks: Iterator[Callable[[], Any]]) -> None:
@@ -43,7 +43,7 @@ class ReadAhead:
                 raise thread_refused(error) from error
         return self._pending.popleft().result()
 
-    def __enter__(self) -> ReadAhead:
+    def __enter__(self) -> TaskResults:
         return self
 
     def __exit__(
@@ -53,13 +53,13 @@ class ReadAhead:
 
 
 class TensorSpans(Protocol):
-    """Knows the places of tensors, as a `Bundle` does."""
+    """The places of tensors, as in a `Bundle`."""
 
     def tensor_span(self, name: str) -> TensorSpan: ...
 
 
 class TensorFile:
-    """The tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
+    """The tensors of one file, with a cache of CRC blocks. Any thread may call it.
 
     index: of `file` in the flash reader.
     """
@@ -107,10 +107,10 @@ class TensorFile:
         out, (unit,) = memory.empty((nbytes,), np.uint8), self._file.crc_units
         at, end = offset, offset + nbytes
         while at < end:
-            whole_end = end - end % unit
-            if at % unit == 0 and at < whole_end:
-                self._reader.read(self._index, at, whole_end - at, out[at - offset : whole_end - offset])
-                at = whole_end
+            unit_end = end - end % unit
+            if at % unit == 0 and at < unit_end:
+                self._reader.read(self._index, at, unit_end - at, out[at - offset : unit_end - offset])
+                at = unit_end
             else:
                 index, skip = divmod(at, unit)
                 piece = self._block(index)[skip : skip + end - at]
@@ -127,7 +127,7 @@ class TensorFile:
         with self._lock:
             block = self._blocks.setdefault(index, _Block())
             self._blocks.move_to_end(index)
-            if len(self._blocks) > KEPT_BLOCKS:
+            if len(self._blocks) > CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         with block.lock:
             if block.data is None:
@@ -139,7 +139,7 @@ class TensorFile:
 
 
 class _Block:
-    """A CRC block kept in memory. Its lock is held while it is being read."""
+    """A cached CRC block. Its lock is held while it is being read."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -4,8 +4,8 @@
     for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
     logits = head(norm(x))
 
-Few models have embeddings of another width than their layers, several residuals (`altup.py`), or a third
-block in each layer (`per_layer.py`).
+Few models have embeddings narrower than their layers, several residual streams (`altup.py`), or a third block
+in each layer (`per_layer.py`).
 
 This module knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width,
 V vocabulary, R rows of a batch, S streams of a token.
@@ -29,6 +29,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import BundleError, UsageError
 from ondevice.model import altup
+from ondevice.model.altup import ResidualStreams
 from ondevice.model.layer_range import (
     ForwardPass,
     LaterLayers,
@@ -49,30 +50,29 @@ WantedLogits = Literal["none", "last"]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The results of a forward pass over n tokens, with S streams each where they have some."""
+    """The results of a forward pass over n tokens, some with S streams."""
 
     tokens: int
     """n."""
     hidden: Array
     """(n, D) hidden states for `Transformer.logits`."""
     branches: Array | None = None
-    """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
+    """(n * S, D) initial states of every token's streams; with `last_only`, (S, D) of the last token's."""
     streams: Mapping[int, Array] = field(default_factory=dict)
     """(S, D) final states of a token's streams for `Transformer.logits`, by the token's row."""
     tapped: Sequence[Array] = ()
-    """Hidden states, (n, D) each, of `Transformer.taps`; none of a pass of several sequences."""
+    """Hidden states, (n, D) each, of `Transformer.taps`; empty for several sequences."""
     position: int = 0
     """Tokens in kv before the pass."""
 
 
 class Transformer(LayerRange):
-    """A loaded model: its shapes, a backend, and the weights that the backend loaded.
+    """A loaded model: its config, a backend, and the weights that the backend loaded.
 
-    streams: None without multi-stream attention. later: the layers that other machines run; None where all
-    are here.
+    streams: None without multi-stream attention. later: the layers that other machines run, or None.
 
-    To run with other weights, as training does, make another Transformer from `weights` with parts replaced.
-    A model runs on the thread that made it, as passes use caches that belong to that thread.
+    To run with other weights, as training does, create another Transformer from `weights` with parts
+    replaced. A model runs on the thread that created it, as passes use that thread's caches.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Transformer(LayerRange):
         head = weights.head
         self._frequent = head.draft_head() if isinstance(head, StreamedHead) else None
         self.taps: tuple[int, ...] = ()
-        """Layers of the model, ascending, whose inputs `run` hands out; its number of layers means what
-        leaves the last."""
+        """Layers of the model, ascending, whose inputs `run` returns; the number of layers stands for the
+        last layer's output."""
         self.equal_rows = ANY_ROWS
-        """Rows up to which the backend gives each the bits that it has alone."""
+        """Number of rows up to which each row has the bits that it has alone."""
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
     def forward(
@@ -100,26 +100,25 @@ class Transformer(LayerRange):
         logits: WantedLogits = "last",
         cancelled: IsCancelled | None = None,
     ) -> Float32 | None:
-        """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
+        """Logits (1, V) of the last of T tokens that follow those in kv, or None if `logits` is `none`.
 
-        Returns float32 logits (1, V) of the last token, or None if `logits` is `none`.
-        Raises Cancelled if `cancelled()` holds between two layers, WrongThreadError, UsageError for an id
-        outside the vocabulary, BundleError if logits aren't finite, and the errors of reads and of the
-        cache's allocator. Then kv is as before.
+        Adds the tokens to kv. Raises Cancelled if `cancelled()` holds between two layers, WrongThreadError,
+        UsageError for an id outside the vocabulary, BundleError if logits aren't finite, and the errors of
+        reads and of the cache's allocator. Then kv is as before.
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            found = self.run(ForwardBatch(tokens, last_only=True), kv, cancelled)
-            result = None if logits == "none" else self.checked_logits(found.hidden)
+            output = self.run(ForwardBatch(tokens, last_only=True), kv, cancelled)
+            result = None if logits == "none" else self.checked_logits(output.hidden)
             undo.pop_all()
         return result
 
     def every_logits(
         self, batch: ForwardBatch, kv: SequenceState, rows: int, cancelled: IsCancelled | None = None
     ) -> Iterator[Float32]:
-        """Like `run`, but yields the logits of every token in pieces, (at most rows, V).
+        """Yields the logits of every token of a `run`, (at most `rows`, V) at a time.
 
-        By the first piece, all layers have run and kv holds the tokens.
+        Before the first ones, all layers have run and kv holds the tokens.
         """
         hidden = self.run(batch, kv, cancelled).hidden
         for start in range(0, len(batch.tokens), rows):
@@ -134,32 +133,34 @@ class Transformer(LayerRange):
 
     def _embedded(self, ids: Int32, positions: NDArray[np.integer]) -> Array:
         """The input of the first layer, (T, D), for tokens at these positions, (T,)."""
-        found, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
-        found = found if factor == 1.0 else found * factor
+        x, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
+        x = x if factor == 1.0 else x * factor
         if self.weights.project_in is not None:
             # A copy, as a product is valid only until the next one.
-            wide = self.backend.linear(found, self.weights.project_in)
-            found = self.backend.rows(wide, range(len(ids)))
+            wide = self.backend.linear(x, self.weights.project_in)
+            x = self.backend.rows(wide, range(len(ids)))
         table = self.weights.positions
         if table is None:
-            return found
+            return x
         # Only tokens that never join a text lie past the context's end.
         known = np.minimum(positions, self.config.max_context - 1)
-        return found + self.backend.rows(table, known.tolist())
+        return x + self.backend.rows(table, known.tolist())
 
-    def embed_residuals(self, tokens: Sequence[int], position: int = 0) -> tuple[altup.Copies, Array | None]:
-        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each, one in
-        most models, and the per-layer inputs of all layers, (T, L * W), or None.
+    def embed_residuals(
+        self, tokens: Sequence[int], position: int = 0
+    ) -> tuple[ResidualStreams, Array | None]:
+        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each, and the
+        per-layer inputs of all layers, (T, L * W), or None.
 
         Raises UsageError for an id outside the vocabulary.
         """
         ids = self._checked(tokens)
         return self._enter(ids, self._embedded(ids, position + np.arange(len(ids))))
 
-    def merge_residuals(self, copies: altup.Copies) -> Array:
-        """The hidden states for `logits`, (T, D), of the copies that leave the last layer."""
-        weights = self.weights.copies
-        return copies[0] if weights is None else altup.gather(self.backend, weights, copies)
+    def merge_residuals(self, residuals: ResidualStreams) -> Array:
+        """The hidden states for `logits`, (T, D), from the last layer's residual streams."""
+        weights = self.weights.altup
+        return residuals[0] if weights is None else altup.gather(self.backend, weights, residuals)
 
     def hidden_states(
         self,
@@ -169,7 +170,7 @@ class Transformer(LayerRange):
         x: Array | None = None,
         tree: TokenTree | None = None,
     ) -> Array:
-        """The last layer's output for a text or a tree, (T, D) hidden states for `logits`. See `run`."""
+        """Hidden states (T, D) for `logits`, of a text or a tree. See `run`."""
         return self.run(ForwardBatch(tokens, tree), kv, cancelled, x=x).hidden
 
     def run(
@@ -188,22 +189,23 @@ class Transformer(LayerRange):
         Raises as `forward` does; kv is then as before.
 
         Args:
-            batch: the tokens; it has no rows of streams yet.
+            batch: the tokens, without stream rows.
             kv: the cache, which the pass extends.
-            cancelled: asked between two layers.
+            cancelled: called between two layers.
             x: (T, D) input of the first layer instead of `embedding(tokens)`; may be overwritten. UsageError
                 for another shape.
-            streamed: rows of the tokens that get streams; None: streams take no part in the pass.
+            streamed: rows of the tokens that get streams; None: the pass has no streams.
         """
         last_only, position, taps = batch.last_only, kv.length, self.taps
         if self.config.model_layers in taps and len(batch.tokens) <= self.equal_rows:
             batch = replace(batch, last_only=False)
-        own = ForwardPass((SequencePart(batch, kv),), batch, taps, streamed, last_only)
-        state = self._passed(own, cancelled, x)
+        forward_pass = ForwardPass((SequencePart(batch, kv),), batch, taps, streamed, last_only)
+        state = self._passed(forward_pass, cancelled, x)
         if state is None:
             return ForwardOutput(0, self.backend.load_vector(self._zeros[:0]), position=position)
-        size, hidden, tapped = len(batch.tokens), self.merge_residuals(state.copies), list(state.tapped)
-        self._tap(own, self.config.model_layers, hidden, size, tapped)
+        size, tapped = len(batch.tokens), list(state.tapped)
+        hidden = self.merge_residuals(state.residual_streams)
+        self._tap(forward_pass, self.config.model_layers, hidden, size, tapped)
         if not streamed or self.streams is None:
             hidden = hidden[-1:] if last_only else hidden
             return ForwardOutput(size, hidden, state.branches, tapped=tapped, position=position)
@@ -213,52 +215,50 @@ class Transformer(LayerRange):
         return ForwardOutput(size, hidden[:size], state.branches, ended, tapped, position)
 
     def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
-        """One pass over the tokens of several sequences, which it adds to each one's kv.
+        """Hidden states (T, D) for `logits`, of one pass over the tokens of several sequences, which are
+        added to each kv. Rows are those of `joint_batch`.
 
-        Where the backend is row-invariant, every row has the bits that it has in a pass of its sequence
-        alone: attention sees its own sequence, and everything else is computed row by row. Sequences may
-        have draft trees, which get no streams.
-
-        Returns (T, D) hidden states for `logits`, of the rows of `joint_batch`. Raises as `forward` does;
-        every kv is then as before.
+        On a row-invariant backend, every row has the bits of a pass over its sequence alone: attention stays
+        within the sequence, and everything else is computed row by row. Sequences may have draft trees, but
+        no streams. Raises as `forward` does; every kv is then as before.
         """
         state = self._passed(ForwardPass(tuple(parts), joint_batch(it.batch for it in parts)), cancelled)
         assert state is not None
-        return self.merge_residuals(state.copies)
+        return self.merge_residuals(state.residual_streams)
 
     def stream_states(
         self, branches: Array, kv: SequenceState, cancelled: IsCancelled | None = None
     ) -> Array:
-        """Run the last token's streams from their initial states `branches`, (S, D), to final ones, (S, D).
+        """Final states (S, D) of the last token's streams, from their initial states `branches`, (S, D).
 
-        Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
-        room. Raises Cancelled, and the cache's allocator's errors.
+        Only the stream layers run, with the neurons in memory. kv keeps its tokens, and may reserve room.
+        Raises Cancelled, and the cache's allocator's errors.
         """
         assert self.streams is not None
         batch = ForwardBatch((), stream_rows=self.streams.count, resident_only=True)
-        own = ForwardPass((SequencePart(batch, kv),), batch)
-        self.begin(own)
-        state = self._all_layers(own, PassState([branches]), cancelled)
+        forward_pass = ForwardPass((SequencePart(batch, kv),), batch)
+        self.begin(forward_pass)
+        state = self._all_layers(forward_pass, PassState([branches]), cancelled)
         assert state is not None
-        return state.copies[0]
+        return state.residual_streams[0]
 
     def logits(self, hidden: Array) -> Array:
-        """Logits (n, V), unchecked and as the backend's array, for `hidden` (n, D) from `hidden_states`."""
+        """Unchecked logits (n, V), the backend's array, for `hidden` (n, D) from `hidden_states`."""
         return self._head(hidden, self.weights.head)
 
     @property
     def frequent_tokens(self) -> int:
-        """Number of the vocabulary's first tokens, whose rows of the head are held before the others."""
+        """Number of the vocabulary's first tokens whose rows of the head are held first."""
         return self.config.vocab_size if self._frequent is None else self._frequent.rows
 
     def frequent_logits(self, hidden: Array) -> Float32:
-        """Logits of these tokens, (n, frequent_tokens), as `checked_logits` gives them."""
+        """Logits (n, frequent_tokens) of these tokens, checked as in `checked_logits`."""
         rows = self.weights.head if self._frequent is None else self._frequent
         return self._finite(self._head(hidden, rows))
 
     @property
     def holds_head(self) -> bool:
-        """Whether the whole head is in memory."""
+        """Whether all of the head is in memory."""
         return self._frequent is None or self.weights.head.is_held
 
     def _head(self, hidden: Array, rows: Linear) -> Array:
@@ -270,48 +270,49 @@ class Transformer(LayerRange):
         return self.backend.soft_cap(logits, cap) if cap else logits
 
     def _passed(
-        self, own: ForwardPass, cancelled: IsCancelled | None, x: Array | None = None
+        self, forward_pass: ForwardPass, cancelled: IsCancelled | None, x: Array | None = None
     ) -> PassState | None:
-        """What leaves the last layer, of a pass whose tokens are then in kv; None if nothing is wanted of it.
+        """The last layer's output, with the tokens added to kv; None for a pass without wanted results.
 
-        x: as `run` has it. If it raises, every kv is as before.
+        x: as in `run`. If it raises, every kv is as before.
         """
-        lengths, done = [kv.length for _, kv in own.parts], False
+        lengths, done = [kv.length for _, kv in forward_pass.parts], False
         try:
-            ids = self._checked(own.batch.tokens)
-            if own.batch.tree is not None and len(own.batch.tree) != len(ids):
-                raise UsageError(f"a tree of {len(own.batch.tree)} nodes can't hold {len(ids)} tokens")
-            self.begin(own)
+            ids, tree = self._checked(forward_pass.batch.tokens), forward_pass.batch.tree
+            if tree is not None and len(tree) != len(ids):
+                raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
+            self.begin(forward_pass)
             if x is None:
-                x = self._embedded(ids, positions(places(own.parts)))
+                x = self._embedded(ids, positions(places(forward_pass.parts)))
             elif tuple(x.shape) != (len(ids), self.config.hidden_size):
                 raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), self.config.hidden_size)}")
-            state = self._all_layers(own, PassState(*self._enter(ids, x)), cancelled)
-            self.take(own)
+            state = self._all_layers(forward_pass, PassState(*self._enter(ids, x)), cancelled)
+            self.take(forward_pass)
             done = True
         finally:
             if not done:
-                for (_, kv), length in zip(own.parts, lengths, strict=True):
+                for (_, kv), length in zip(forward_pass.parts, lengths, strict=True):
                     kv.truncate(length)
         return state
 
     def _all_layers(
-        self, own: ForwardPass, state: PassState, cancelled: IsCancelled | None
+        self, forward_pass: ForwardPass, state: PassState, cancelled: IsCancelled | None
     ) -> PassState | None:
-        """What leaves the last layer; None if nothing is wanted of the pass."""
-        state = self.run_layers(own, state, cancelled)
+        """The last layer's output; None for a pass without wanted results."""
+        state = self.run_layers(forward_pass, state, cancelled)
         if self.later is None:
             return state
         if cancelled is not None and cancelled():
             raise Cancelled
-        return self.later.run(own, state, self.backend, 0 if self.streams is None else self.streams.count)
+        count = 0 if self.streams is None else self.streams.count
+        return self.later.run(forward_pass, state, self.backend, count)
 
-    def _enter(self, ids: Int32, x: Array) -> tuple[altup.Copies, Array | None]:
-        """The copies and the per-layer inputs of all layers, for embeddings x (T, D)."""
+    def _enter(self, ids: Int32, x: Array) -> tuple[ResidualStreams, Array | None]:
+        """The residual streams and the per-layer inputs of all layers, for embeddings x (T, D)."""
         backend, weights, inputs = self.backend, self.weights, None
         if weights.per_layer is not None:
             inputs = per_layer_inputs(backend, weights.per_layer, ids, x, self.config)
-        return [x] if weights.copies is None else altup.spread(backend, weights.copies, x), inputs
+        return [x] if weights.altup is None else altup.spread(backend, weights.altup, x), inputs
 
     def checked_logits(self, hidden: Array) -> Float32:
         """Logits (n, V) for `hidden` (n, D), from `hidden_states`. Raises BundleError if one isn't finite."""
@@ -324,7 +325,7 @@ class Transformer(LayerRange):
 
     def check_finite(self, logits: Float32) -> None:
         """Raises BundleError if a value of logits, (n, V) or of frequent tokens, isn't finite."""
-        # Zero times a value that isn't finite is NaN. Checking each value would take many times as long.
+        # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
         if any(logits.dot(self._zeros[: logits.shape[1]])):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
@@ -332,7 +333,7 @@ class Transformer(LayerRange):
             )
 
     def _checked(self, tokens: Sequence[int]) -> Int32:
-        """Tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
+        """Tokens as (T,) int32. Raises UsageError for an id out of range."""
         if not len(tokens):
             raise UsageError("a forward pass needs at least one token")
         lowest, highest = min(tokens), max(tokens)

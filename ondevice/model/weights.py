@@ -1,4 +1,4 @@
-"""A model's weights as a backend loaded them; only that backend's ops know their form."""
+"""A model's weights in a backend's form, which is opaque here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PerLayerBlock:
 
 @dataclass(frozen=True)
 class PerLayerInputs:
-    """Makes per-layer inputs, W values for each of L layers.
+    """The weights of per-layer inputs, W values for each of L layers.
 
-    table: a token's rows of all layers, (V, L * W). projection: (L * W, D). norm: of W values.
+    table: (V, L * W). projection: (L * W, D). norm: of W values.
     """
 
     table: Embedding
@@ -33,7 +33,7 @@ class PerLayerInputs:
 
 @dataclass(frozen=True)
 class Laurel:
-    """A low-rank block of rank R beside attention: down (R, D), up (D, R), and the norm of its output."""
+    """A low-rank block parallel to attention: down (R, D), up (D, R), and the norm of its output."""
 
     down: Linear
     up: Linear
@@ -41,10 +41,10 @@ class Laurel:
 
 
 @dataclass(frozen=True)
-class CopiesOfLayer:
-    """How a layer predicts and corrects C copies of the residual: float32, and scale (D,).
+class AltUpLayer:
+    """The float32 weights with which a layer predicts and corrects C residual streams (`altup.py`).
 
-    norm: of the router's input. router: (C, D). predict: (C * C, C). correct: (C, C).
+    norm: of the router's input. router: (C, D). predict: (C * C, C). correct: (C, C). scale: (D,).
     """
 
     norm: Norm
@@ -55,8 +55,8 @@ class CopiesOfLayer:
 
 
 @dataclass(frozen=True)
-class CopiesOfModel:
-    """Matrices (D, D) of all copies of the residual but the first: at the model's begin, and at its end."""
+class AltUpModel:
+    """Matrices (D, D) of all residual streams but the first: at the model's start, and at its end."""
 
     spread: Sequence[Linear]
     gather: Sequence[Linear]
@@ -64,12 +64,12 @@ class CopiesOfModel:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights, as the backend loaded them. A part that the layer doesn't have is None.
+    """One layer's loaded weights. A part that the layer doesn't have is None.
 
-    scale: (1,), factor of the residual that leaves the layer. sinks: (H,), scores of attention sinks. gates:
-    the matrix of gated attention's gates, (H * Dh, D), of the delta rule's, (2 * HV, D), or of a mixer's
-    steps, one of each of its heads. conv: (taps, C), a short convolution's, oldest input first.
-    mixer_in, mixer_out: matrices of a mixer beside attention, (C + I, D) and (D, I).
+    scale: (1,), factor of the layer's output. sinks: (H,), attention-sink logits. gates: the projection of
+    gated attention's gates, (H * Dh, D), the delta rule's gates, (2 * HV, D), or a mixer's steps, (H, D).
+    conv: (taps, C), a short convolution's, oldest input first. mixer_in, mixer_out: matrices of a mixer
+    parallel to attention, (C + I, D) and (D, I).
     """
 
     attention_norm: Norm | None
@@ -81,7 +81,7 @@ class LayerWeights:
     feed_forward: FeedForward
     feed_forward_output_norm: Norm | None
     laurel: Laurel | None = None
-    copies: CopiesOfLayer | None = None
+    altup: AltUpLayer | None = None
     per_layer: PerLayerBlock | None = None
     scale: Vector | None = None
     sinks: Vector | None = None
@@ -97,14 +97,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights of a model, as the backend loaded them.
+    """All loaded weights of a model.
 
     Args:
         embedding, head: None in a part of a model that lacks them.
-        final_norm: of the last layer's output; None if that isn't normed.
-        positions: (max_context, D), what each position adds to the embedding; None if they add nothing.
-        project_in, project_out: (D, E) and (E, D), between embeddings E wide and the layers; None where
-            embeddings are D wide.
+        final_norm: of the last layer's output, or None.
+        positions: (max_context, D), learned position embeddings, or None.
+        project_in, project_out: (D, E) and (E, D), between embeddings of width E and the layers; None where
+            embeddings have the layers' width.
     """
 
     embedding: Embedding
@@ -115,12 +115,12 @@ class ModelWeights:
     project_in: Linear | None = None
     project_out: Linear | None = None
     per_layer: PerLayerInputs | None = None
-    copies: CopiesOfModel | None = None
+    altup: AltUpModel | None = None
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter: up @ act(down @ x), added to a product in rows of streams. down: (R, K); up: (N, R)."""
+    """An adapter: up @ act(down @ x), added to a product in stream rows. down: (R, K); up: (N, R)."""
 
     down: Linear
     up: Linear
@@ -139,9 +139,9 @@ class MultiStreamLayer:
 class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
-    embeddings: one (D,) for each stream; none in a part of a model into which streams come from earlier
-    layers, or which only has such. first_layer: of the part's own, or behind them. shared: whether the
-    adapters apply to the text's own tokens too ("shared mode"). count: streams of a token.
+    embeddings: one (D,) for each stream; empty in a part of a model without the first stream layer.
+    first_layer: index in the part. shared: whether the adapters apply to the text's tokens too ("shared
+    mode"). count: streams of a token.
     """
 
     embeddings: tuple[Vector, ...]

@@ -1,8 +1,7 @@
-"""What a decoder-only transformer is: `model` with its layers, what these have, `rope`; and `checks`."""
+"""The description of a decoder-only transformer: the model, its layers and their blocks."""
 
 from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadNorm, HeadSizes
 from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
-from ondevice.model_config.delta import MAX_TAPS, DeltaSpec
 from ondevice.model_config.experts import (
     MAX_CHOSEN,
     MAX_EXPERT_NEURONS,
@@ -22,7 +21,6 @@ from ondevice.model_config.feed_forward import (
     UpActivation,
 )
 from ondevice.model_config.latent import LATENT_LANES, LatentSpec
-from ondevice.model_config.mamba2 import MAX_TIME, Mamba2Spec, MixerNorm
 from ondevice.model_config.model import (
     MAX_COPIES,
     LayerSpec,
@@ -30,16 +28,31 @@ from ondevice.model_config.model import (
     NormKind,
     NormPlaces,
     NormSpec,
+)
+from ondevice.model_config.part import (
+    ALIGNED_FLOATS,
+    FULL_MODEL,
+    STATE_SIZES,
+    ModelPart,
+    cut_places,
+    part_config,
+)
+from ondevice.model_config.recurrent import (
+    MAX_TAPS,
+    MAX_TIME,
+    ConvSpec,
+    DeltaSpec,
+    Mamba2Spec,
+    MixerNorm,
     RecurrentSpec,
 )
-from ondevice.model_config.part import ALIGNED_FLOATS, STATE_SIZES, WHOLE, ModelPart, cut_places, part_config
 from ondevice.model_config.rope import RopeSpec
-from ondevice.model_config.short_conv import ConvSpec
 
 __all__ = [
     "ACTIVATIONS",
     "ALIGNED_FLOATS",
     "CLAMP",
+    "FULL_MODEL",
     "LATENT_LANES",
     "MAX_CHOSEN",
     "MAX_COPIES",
@@ -54,7 +67,6 @@ __all__ = [
     "SIZE_LIMITS",
     "STATE_SIZES",
     "SWISH_SLOPE",
-    "WHOLE",
     "ZEROING_NAMES",
     "Activation",
     "AttentionSpec",

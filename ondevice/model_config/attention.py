@@ -1,4 +1,4 @@
-"""What attention of a layer is. Legend: D model width, Dh head width."""
+"""The description of a layer's attention. Legend: D model width, Dh head width."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ondevice.model_config.latent import LatentSpec
 from ondevice.records import dataclass
 
 HeadNorm = Literal["none", "head", "projection", "layer"]
-"""What is normed before rotary embedding: nothing; each head, or all heads as one vector, by its
-root mean square; or each head by a LayerNorm with weights and biases of its own."""
+"""The norms of queries and keys before rotary embedding: none; RMS norms of each head (`head`), or of all
+heads as one vector (`projection`); or LayerNorms with separate weights and biases for each head (`layer`)."""
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,21 @@ class AttentionSpec:
     Args:
         scale: factor of the scores, a float32 value. `score_scale` gives the usual one.
         rope: index into the model's `ropes`.
-        window: number of tokens that a query sees, its own included; 0: all.
+        window: number of tokens that a query sees, including itself; 0: all.
         soft_cap: if not 0, scores s become soft_cap * tanh(s / soft_cap).
         head_norm: the norms of queries and keys.
-        bias, output_bias: whether the projections of queries, keys and values, and that of the output, have
-            one.
-        value_norm: whether each head's values have an RMS norm without a weight. Only with a `head_norm` of
-            each head.
-        sinks: whether each head has a learned score beside those of its positions. It takes part in the
-            softmax, and its weight goes to no value (attention sinks, arXiv 2309.17453).
-        keys_of: index of the layer before whose keys and values are read; None: the layer has its own.
-        head_dim, num_kv_heads: width of a head and number of key (or value) heads, where they aren't the
-            model's; 0: they are.
-        latent: latent attention, whose heads have sizes of their own; None: keys and values are stored head
-            by head.
-        gated: whether each value that attention gives is multiplied by the sigmoid of a projection of the
-            layer's normed input.
-        out_factor: factor of what attention gives its output projection, a float32 value.
-        value_dim: width of a value, below that of a key, where they differ; 0: they don't.
+        bias, output_bias: whether the fused query, key and value projection, and the output projection, have
+            a bias.
+        value_norm: whether each head's values have an RMS norm without a weight. Only with head_norm `head`.
+        sinks: whether each head has an attention sink (arXiv 2309.17453): a learned score in the softmax,
+            whose weight goes to no value.
+        keys_of: index of the earlier layer whose keys and values are read; None: the layer stores them.
+        head_dim, num_kv_heads: width of a head and number of key (or value) heads; 0: the model's.
+        latent: latent attention, with separate head sizes; None: keys and values are stored head by head.
+        gated: whether attention's output is multiplied by the sigmoid of a projection of the layer's normed
+            input.
+        out_factor: factor of attention's output before its projection, a float32 value.
+        value_dim: width of a value, if it is below a key's; 0: a key's.
     """
 
     scale: float
@@ -85,7 +82,7 @@ class AttentionSpec:
 
     @property
     def has_norms(self) -> bool:
-        """Whether queries are normed, and keys where the layer has its own."""
+        """Whether queries are normed, and keys if the layer stores them."""
         return self.head_norm != "none"
 
     @property
@@ -95,14 +92,14 @@ class AttentionSpec:
 
 
 NO_ATTENTION = AttentionSpec(1.0)
-"""What stands in the place of a layer's attention where it has none."""
+"""The attention of a layer without attention."""
 
 
 class HeadSizes(NamedTuple):
     """A layer's heads: `queries` query heads and `keys` key (or value) heads, each `width` wide.
 
-    latent: if not 0, the values are the first as many dimensions of the keys (`LatentSpec`).
-    values: width of a value where it isn't that of a key; 0: it is, or `latent` says it.
+    latent: if not 0, the number of a key's first dimensions that are the value (`LatentSpec`).
+    values: width of a value, if it differs from a key's; else 0.
     """
 
     queries: int
@@ -118,10 +115,10 @@ class HeadSizes(NamedTuple):
 
     @property
     def stored_width(self) -> int:
-        """Values that one key head stores for a token: a key and a value, or a key that is both."""
+        """Floats that one key head stores for a token: a key and a value, or a latent key that is both."""
         return self.width if self.latent else self.width + self.value_width
 
     @property
     def attending(self) -> int:
-        """Values of a token's row that attention takes: queries, keys and values."""
+        """Floats of a token's row of queries, keys and values."""
         return self.queries * self.width + self.keys * self.stored_width

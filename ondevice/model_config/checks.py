@@ -1,4 +1,4 @@
-"""The range of a description's values, and the errors for those outside it."""
+"""The ranges of a description's values, and their errors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def check_factor(name: str, value: float) -> None:
         raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
 
 
-def check_integer(name: str, value: object, least: int, most: int) -> None:
-    """Raises UnsupportedModelError for anything but an integer from `least` to `most`."""
-    if type(value) is not int or not least <= value <= most:
-        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+def check_integer(name: str, value: object, minimum: int, maximum: int) -> None:
+    """Raises UnsupportedModelError unless `value` is an integer from `minimum` to `maximum`."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {minimum} to {maximum}")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises UnsupportedModelError for a value that isn't among the allowed ones."""
+    """Raises UnsupportedModelError for a value that isn't allowed."""
     if value not in allowed:
         raise UnsupportedModelError(f"{name} {value!r} is not one of {', '.join(allowed)}")

@@ -1,4 +1,4 @@
-"""What a layer's mixture of experts is (arXiv 1701.06538): the experts, and how a router chooses among them.
+"""A layer's mixture of experts (arXiv 1701.06538): the experts, and how a router chooses among them.
 
 Legend: E experts of a layer, k chosen for a token.
 """
@@ -14,14 +14,14 @@ from ondevice.records import dataclass
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 """How a router's logits become the weights of the chosen experts.
 
-`softmax` of all logits; those of the highest are chosen. `sigmoid` of each. `sparsemixer` (arXiv 2409.12136):
-the two highest one after the other, each weighted by a softmax of the logits that come near it.
+`softmax` of all logits, or `sigmoid` of each; the highest are chosen. `sparsemixer` (arXiv 2409.12136): the
+two highest one after the other, each weighted by a softmax of the logits near it.
 """
 ExpertStorage = Literal["matrices", "neurons"]
-"""How an expert is stored: its matrices whole, or neuron by neuron."""
+"""How an expert is stored: as matrices, or neuron by neuron."""
 MAX_EXPERTS = 1 << 12
 MAX_CHOSEN = 1 << 8
-"""Most experts of a layer, and most that a token chooses."""
+"""Largest numbers of experts of a layer, and of a token's experts."""
 MAX_EXPERT_NEURONS = 1 << 20
 MAX_WEIGHT_FACTOR = 1e4
 MAX_JITTER = 1.0
@@ -29,34 +29,32 @@ MAX_JITTER = 1.0
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A layer's experts: each is a feed-forward of `neurons` neurons, with the arithmetic of the layer's own.
+    """A layer's experts: each is a feed-forward of `neurons` neurons, with the layer's arithmetic.
 
-    A layer's neurons are those of its dense feed-forward, if it has any ("shared experts"), then those of
-    expert 0, expert 1 and so on. A token's output is that of the dense feed-forward plus the weighted outputs
-    of its k experts, which are added in the order of their numbers. Of equal scores the lower number's is
-    chosen.
+    A layer's neurons are those of its dense feed-forward ("shared experts"), if it has one, then those of
+    expert 0, expert 1 and so on. A token's output is the dense feed-forward's plus the weighted outputs of
+    its k experts, added in ascending order. Of equal scores the lower-numbered expert's is chosen.
 
     Args:
         count: E.
         chosen: k.
         neurons: neurons of one expert.
-        scoring: what makes weights of logits.
+        scoring: how logits become weights.
         renormalised: whether a token's weights are divided by their sum.
         factor: of the weights, a float32 value.
-        choice_bias: whether scores have a bias that decides the choice alone, one value for each expert.
+        choice_bias: whether each expert's score has a bias for the choice alone.
         router_bias: whether the router's product has a bias, which is part of the logits.
-        groups: groups that experts are divided into, all of a size. A token chooses among the experts of its
-            `chosen_groups` best groups; a group is as good as its `group_best` best scores together.
+        groups: number of equal groups of experts. A token chooses among the experts of its `chosen_groups`
+            best groups; a group's score is the sum of its `group_best` best scores.
         chosen_groups: see `groups`.
         group_best: 1 or 2.
-        jitter: of `sparsemixer`: logits nearer to the highest than twice this share of it count as near.
+        jitter: of `sparsemixer`: logits are near the highest within twice this share of it.
         shared_gate: whether the dense feed-forward's output is multiplied by the sigmoid of a product.
-        apart: whether experts and dense feed-forward are blocks side by side, as in Gemma 4: the router's
-            input and the experts' have norms of their own, instead of the dense one's; so have both outputs
-            before they are added to each other; and each expert's weights are multiplied by a number.
-        layout: how experts are stored. `matrices` are multiplied whole; `neurons` of an expert can be read
-            and multiplied one by one, which pays where many of them add nothing.
-        bias: whether an expert's matrices have biases. Only of `matrices`.
+        apart: whether experts and dense feed-forward are parallel blocks, as in Gemma 4, with separate norms
+            of the router's input, the experts' input and both outputs, and a factor of each expert's weights.
+        layout: how experts are stored. `neurons` can be read and multiplied one by one, which pays if many of
+            them add nothing.
+        bias: whether an expert's matrices have biases. Only with `matrices`.
     """
 
     count: int
@@ -125,5 +123,5 @@ class ExpertsSpec:
 
     @property
     def num_neurons(self) -> int:
-        """Neurons of all experts of a layer together."""
+        """Number of neurons of all experts of a layer."""
         return self.count * self.neurons

@@ -1,4 +1,4 @@
-"""What a feed-forward is: the arithmetic between a token's gates and its down projection."""
+"""The description of a feed-forward: the arithmetic between a token's gates and its down projection."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ ZEROING: tuple[Activation, ...] = ("relu", "relu2", "fatrelu")
 ZEROING_NAMES = f"{', '.join(ZEROING[:-1])} or {ZEROING[-1]}"
 UpActivation = Literal["none", "relu"]
 CLAMP, SWISH_SLOPE = 7.0, 1.702
-"""Constants of `clamped_swish` unless a model has its own."""
+"""Default constants of `clamped_swish`."""
 MAX_DEVIATIONS = 10.0
-"""Farthest that a statistical cutoff of gates may lie from their mean, in standard deviations."""
+"""Largest distance of a statistical cutoff from the gates' mean, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
     """Feed-forward of one layer: down(activation(gate) * up), or down(activation(gate)) if it isn't gated.
 
-    The first is arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an ungated block it is
-    what other descriptions call the up projection, or `fc1`.
+    The first is arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an ungated block the
+    gate is the projection elsewhere called up, or `fc1`.
 
     Args:
-        activation: of the gates; `fatrelu` leaves gates above `threshold` as they are and zeros all others.
+        activation: of the gates; `fatrelu` keeps gates above `threshold` and zeros all others.
             `clamped_swish` makes a gate g = min(g, clamp) into g * sigmoid(slope * g), and the up u into
             clip(u, -clamp, clamp) + 1.
         gated: whether there is an up projection.
         threshold: of `fatrelu`, a float32 value; 0 for other activations.
         up_activation: of the up projection: relu gives dReLU (arXiv 2406.05955).
-        bias: whether gates have a bias, one value for each neuron. Only without an up projection.
-        output_bias: whether the output has one.
-        cutoff: if not None, gates are lessened by m + cutoff * s, and those that are negative then become
-            zeros: m is the mean of the token's gates, s their standard deviation (statistical top-k, arXiv
-            2506.06644). A float32 value.
+        bias: whether gates have a bias. Only without an up projection.
+        output_bias: whether the output has a bias.
+        cutoff: if not None, gates g become max(0, g - m - cutoff * s), m the mean of the token's gates and s
+            their standard deviation (statistical top-k, arXiv 2506.06644). A float32 value.
         clamp, slope: of `clamped_swish`, float32 values.
         neurons: number of neurons, experts' included; None: the model's `intermediate_size`; 0: the layer has
             no feed-forward.
@@ -91,7 +90,7 @@ class FeedForwardSpec:
 
     @property
     def zeros_gates(self) -> bool:
-        """True if the activation zeroes gates at or below `threshold`, so that their neurons add nothing."""
+        """Whether the activation zeroes gates at or below `threshold`, so that their neurons add nothing."""
         return self.activation in ZEROING
 
     @property

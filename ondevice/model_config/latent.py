@@ -1,4 +1,4 @@
-"""What latent attention is: keys and values of all heads that are made of one short vector for each token."""
+"""Latent attention: keys and values of all heads come from one short vector for each token."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from ondevice.model_config.checks import SIZE_LIMITS, check_integer
 from ondevice.records import dataclass
 
 LATENT_LANES = 16
-"""Latents and values are multiples of this many numbers wide: the kernels take as many at a time."""
+"""Latent and value widths are multiples of this, the number of values that a kernel takes at a time."""
 
 
 @dataclass(frozen=True)
 class LatentSpec:
     """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1).
 
-    A token has one latent, the norm of `rank` values, and one key part of `turning` values that rotary
-    embedding turns. Both are stored, and serve all heads. A head h has matrices K_h (key_dim, rank) and
-    V_h (value_dim, rank): its key is [K_h latent | turned part], its value V_h latent.
+    A token has one latent, the norm of `rank` values, and one rotary key part of `turning` values. Both are
+    stored, for all heads. A head h has matrices K_h (key_dim, rank) and V_h (value_dim, rank): its key is
+    [K_h latent | rotary part], its value V_h latent.
 
-    Nothing is multiplied by K_h and V_h for each stored token. A score is the product of a query's part with
-    K_h latent, so of K_h^T query with the latent; what a head attends to is V_h times the weighted latents.
-    This "absorbed" form is the only one here, for any number of tokens, so that a token's bits never depend
-    on how many are computed together.
+    Stored tokens aren't multiplied by K_h and V_h: a score is the product of K_h^T query with the latent, and
+    a head's output is V_h times the weighted latents. This "absorbed" form is used for any number of tokens,
+    so that a token's bits never depend on how many are computed together.
 
     Args:
-        rank: values of a latent.
-        turning: values of a query and of a key that turn.
-        key_dim: values of a head's query that meet the latent's part of its key.
-        value_dim: values of a head's value.
-        query_rank: if not 0, queries are made of the norm of as many values.
-        eps: of the norms of both.
+        rank: width of a latent.
+        turning: width of the rotary part of a query and of a key.
+        key_dim: width of the part of a head's query that is multiplied by K_h^T.
+        value_dim: width of a head's value.
+        query_rank: if not 0, the width of the normed low-rank input of queries.
+        eps: of both norms.
     """
 
     rank: int
@@ -61,10 +60,10 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        """Values that are stored for a token."""
+        """Floats that are stored for a token."""
         return self.rank + self.turning
 
     @property
     def query_width(self) -> int:
-        """Values of a head's query before it meets K_h."""
+        """Width of a head's query before it is multiplied by K_h^T."""
         return self.key_dim + self.turning

@@ -1,7 +1,7 @@
-"""What a decoder-only transformer is: its sizes, and a `LayerSpec` for each of its layers.
+"""The description of a decoder-only transformer: its sizes, and a `LayerSpec` for each of its layers.
 
-A model is described by its blocks, not by its family: converters translate a family's keys into these, and
-nothing below them knows a family's name. Legend: D model width, Dh head width.
+A model is described by its blocks, not by its family: only converters know families. Legend: D model width,
+Dh head width.
 """
 
 from __future__ import annotations
@@ -9,35 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadSizes
 from ondevice.model_config.checks import SIZE_LIMITS, check_choice, check_factor, check_integer
-from ondevice.model_config.delta import DeltaSpec
 from ondevice.model_config.experts import ExpertsSpec
 from ondevice.model_config.feed_forward import Activation, FeedForwardSpec
-from ondevice.model_config.mamba2 import Mamba2Spec
-from ondevice.model_config.part import WHOLE, ModelPart
+from ondevice.model_config.part import FULL_MODEL, ModelPart
+from ondevice.model_config.recurrent import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 from ondevice.model_config.rope import RopeSpec
-from ondevice.model_config.short_conv import ConvSpec
 from ondevice.records import dataclass
 
 NormKind = Literal["rms", "layer"]
 NormPlaces = Literal["before", "after", "both", "residual"]
-"""Where a block's norms stand: on its input, on its output before it joins the residual, on both, or on the
-residual that its output has joined ("post-norm", as in arXiv 1706.03762)."""
-RecurrentSpec: TypeAlias = DeltaSpec | ConvSpec | Mamba2Spec
-"""What gives a layer a state."""
+"""The norms of a block: of its input, of its output, of both, or of the residual after its output was added
+("post-norm", as in arXiv 1706.03762)."""
 MAX_COPIES = 16
-"""Most copies of the residual."""
+"""Largest number of residual streams."""
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The norms of a model: of root mean square (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450).
+    """The norms of a model: RMS norms (arXiv 1910.07467) or LayerNorms (arXiv 1607.06450).
 
-    bias: whether they add a bias after the weight.
+    bias: whether they have a bias.
     """
 
     kind: NormKind = "rms"
@@ -54,16 +50,16 @@ class NormSpec:
 class LayerSpec:
     """One layer: x += attention(norm(x)); x += feed_forward(norm(x)).
 
-    parallel: both blocks read the layer's input, and their outputs join it together.
-    laurel_rank: if not 0, a low-rank block of this rank stands beside attention (LAuReL, arXiv 2411.07501):
-        what leaves attention, x, becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
-    scaled: whether the residual is multiplied by a number of the layer's own in the end.
-    experts: the layer's experts, which are among its neurons and have their arithmetic; None without any.
-    delta: the gated delta rule in attention's place; `attention` is then `NO_ATTENTION`. None: attention.
-    conv: likewise a short convolution.
-    mamba2: likewise a Mamba-2 mixer; or beside attention, on one norm, and both outputs join the residual.
+    parallel: both blocks read the layer's input, and both outputs are added to it.
+    laurel_rank: if not 0, the rank of a block parallel to attention (LAuReL, arXiv 2411.07501): attention's
+        result x becomes (x + n + norm(up @ down @ n)) / sqrt(2) for the normed input n.
+    scaled: whether the layer's output is multiplied by a scalar.
+    experts: the layer's experts, which are among its neurons and share their arithmetic, or None.
+    delta: the gated delta rule instead of attention; `attention` is then `NO_ATTENTION`.
+    conv: a short convolution instead of attention.
+    mamba2: a Mamba-2 mixer instead of attention, or parallel to it, with one norm for both.
 
-    A layer of no neurons has no feed-forward: x += attention(norm(x)) alone.
+    A layer of 0 neurons has no feed-forward: x += attention(norm(x)).
     """
 
     attention: AttentionSpec
@@ -99,7 +95,7 @@ class LayerSpec:
             raise UnsupportedModelError("experts with biases or with cutoffs of gates aren't supported")
 
     def _check_recurrent(self) -> None:
-        """Raises UnsupportedModelError for a state beside what it can't be beside."""
+        """Raises UnsupportedModelError for recurrent blocks that can't be combined."""
         states = [it for it in (self.delta, self.conv, self.mamba2) if it is not None]
         if not states:
             return
@@ -109,25 +105,25 @@ class LayerSpec:
                 "a layer with the delta rule, a short convolution or a Mamba-2 mixer has one of the three, "
                 "no attention beside the first two, no low-rank block and no parallel blocks"
             )
-        beside = self.attends and (attention.gated or attention.latent is not None)
-        if beside or (self.attends and self.norms != "before"):
+        gated_or_latent = self.attends and (attention.gated or attention.latent is not None)
+        if gated_or_latent or (self.attends and self.norms != "before"):
             raise UnsupportedModelError(
                 "attention beside a Mamba-2 mixer is neither gated nor latent, and has a norm before it alone"
             )
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """What has a state in attention's place, or beside it; None: attention alone."""
+        """The recurrent block, instead of attention or parallel to it; None: attention alone."""
         return self.delta or self.conv or self.mamba2
 
     @property
     def attends(self) -> bool:
-        """Whether there is attention, with or without a mixer beside it."""
+        """Whether there is attention, with or without a parallel mixer."""
         return self.recurrent is None or self.attention != NO_ATTENTION
 
     @property
-    def mixer_beside(self) -> Mamba2Spec | None:
-        """The mixer beside attention; None without one."""
+    def parallel_mixer(self) -> Mamba2Spec | None:
+        """The mixer parallel to attention, or None."""
         return self.mamba2 if self.attends else None
 
     @property
@@ -137,17 +133,17 @@ class LayerSpec:
 
     @property
     def norms_input(self) -> bool:
-        """Whether each block has a norm on its input."""
+        """Whether each block has a norm of its input."""
         return self.norms in ("before", "both")
 
     @property
     def norms_output(self) -> bool:
-        """Whether each block has a norm behind it: on its output, or on the residual that this has joined."""
+        """Whether each block has a norm of its output, or of the residual after it."""
         return self.norms != "before"
 
     @property
-    def joins_plainly(self) -> bool:
-        """Whether a block's output joins the residual as it is."""
+    def plain_residual(self) -> bool:
+        """Whether a block's output is added to the residual without a norm."""
         return self.norms in ("before", "residual")
 
 
@@ -158,32 +154,30 @@ class ModelConfig:
     Sizes are logical; storage pads quantised dimensions to multiples of a group.
 
     Args:
-        architecture: the family's name, for people.
+        architecture: the family's name, only for display.
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes of all layers;
-            a layer's `AttentionSpec` may say other ones of its heads, its `FeedForwardSpec` another number of
-            neurons. The neurons of a layer's experts are among its neurons.
-        max_context: most tokens that the model was made for.
-        norm: the form of all norms but those of heads, which share its eps.
+            a layer's `AttentionSpec` and `FeedForwardSpec` may override those of heads and neurons.
+        max_context: longest context of the model, in tokens.
+        norm: the form of all norms except those of heads, which share its eps.
         ropes: the rotary embeddings that layers refer to.
         layers: one description for each layer.
         embedding_multiplier: factor of the embedding, a float32 value.
         logit_soft_cap: if not 0, logits x become logit_soft_cap * tanh(x / logit_soft_cap).
         tie_embeddings: whether the head is the embedding table.
-        embedding_width: if not 0, the width E of the embedding table and of the head's rows. Then a matrix
-            (D, E) makes the first layer's input of an embedding, and one (E, D) the head's of the last
-            layer's output, normed.
-        learned_positions: whether the embedding has a learned vector added to it for each position, of which
-            there are `max_context`.
-        per_layer_width: if not 0, each layer ends with a block that a token's own row decides, W values of a
-            second table for each layer ("per-layer embeddings"): x += norm(out @ (act(gate @ x) * input)),
+        embedding_width: if not 0, the width E of the embedding table and of the head's rows. A matrix (D, E)
+            then projects embeddings to the first layer, and (E, D) the last layer's normed output to the
+            head.
+        learned_positions: whether one of `max_context` learned vectors is added to the embedding.
+        per_layer_width: if not 0, the number W of values that each layer takes from a token's row of a second
+            table ("per-layer embeddings"), in a block at its end: x += norm(out @ (act(gate @ x) * input)),
             where input is the row times `per_layer_multiplier`, a float32 value, plus
             norm(projection @ embedding).
-        residual_copies: number of residuals. If it isn't 1, one goes through each layer, and the others
-            follow it (alternating updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
+        residual_copies: number of residual streams, one of which goes through each layer (alternating
+            updates, AltUp, arXiv 2301.13310); see `model/altup.py`.
         head_bias: whether the output head has a bias.
         final_norm: whether the last layer's output is normed before the head.
-        part: which part of the model this is; `WHOLE` for all of it. What a part lacks of the model's own
-            weights, such as learned positions, it has no field for either.
+        part: which part of the model this is; `FULL_MODEL` for all of it. Fields of weights that the part
+            lacks, such as learned positions, are unset.
     """
 
     architecture: str
@@ -207,7 +201,7 @@ class ModelConfig:
     residual_copies: int = 1
     head_bias: bool = False
     final_norm: bool = True
-    part: ModelPart = WHOLE
+    part: ModelPart = FULL_MODEL
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -257,9 +251,7 @@ class ModelConfig:
             check_factor("logit_soft_cap", self.logit_soft_cap)
 
     def check_neurons(self) -> None:
-        """Raises UnsupportedModelError for a model of which no layer has a feed-forward. One layer by itself,
-        as converting runs it, may have none.
-        """
+        """Raises UnsupportedModelError for a model without any feed-forward. Single layers may have none."""
         if self.layers and not any(self.model_widths):
             raise UnsupportedModelError("no layer has a feed-forward; this release runs models with some")
 
@@ -295,15 +287,15 @@ class ModelConfig:
                 raise UnsupportedModelError("experts that stand apart run with RMS norms without biases")
 
     def _check_residuals(self) -> None:
-        """Raises UnsupportedModelError for per-layer inputs or copies of the residual that can't be run."""
-        width, copies = self.per_layer_width, self.residual_copies
+        """Raises UnsupportedModelError for per-layer inputs or residual streams that can't be run."""
+        width, streams = self.per_layer_width, self.residual_copies
         check_integer("per_layer_width", width, 0, SIZE_LIMITS["hidden_size"])
-        check_integer("residual_copies", copies, 1, MAX_COPIES)
+        check_integer("residual_copies", streams, 1, MAX_COPIES)
         if self.per_layer_multiplier != 1.0 and not width:
             raise UnsupportedModelError(
                 "per_layer_multiplier is of per-layer inputs, which this model hasn't"
             )
-        if copies > 1 and not width:
+        if streams > 1 and not width:
             raise UnsupportedModelError("copies of the residual without per-layer inputs aren't supported")
         others = self.any_layer(lambda layer: layer.parallel) or self.norm.bias or self.norm.kind != "rms"
         others = others or self.embedding_width > 0 or self.final_norm != self.part.heads
@@ -315,15 +307,16 @@ class ModelConfig:
             )
 
     def _check_shared_keys(self) -> None:
-        """Raises UnsupportedModelError unless the last layers alone share keys, those of layers before."""
-        own = self.num_kv_layers
+        """Raises UnsupportedModelError unless only the last layers share keys, those of earlier layers."""
+        owners = self.num_kv_layers
         for layer, spec in enumerate(self.layers):
             owner = spec.attention.keys_of
-            if (owner is None) != (layer < own):
+            if (owner is None) != (layer < owners):
                 raise UnsupportedModelError("layers that share keys and values come last")
-            if owner is not None and not 0 <= owner < own:
+            if owner is not None and not 0 <= owner < owners:
                 raise UnsupportedModelError(
-                    f"layer {layer} shares the keys of layer {owner}; those of 0 to {own - 1} can be shared"
+                    f"layer {layer} shares the keys of layer {owner}; those of 0 to {owners - 1} "
+                    "can be shared"
                 )
             if owner is not None and self.heads(spec.attention) != self.heads(self.layers[owner].attention):
                 raise UnsupportedModelError(
@@ -341,22 +334,22 @@ class ModelConfig:
 
     @property
     def original_context(self) -> int:
-        """Most tokens of a context in which no rotary embedding takes its long frequencies."""
+        """Longest context, in tokens, in which no rotary embedding has its long frequencies."""
         return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
 
     def within(self, context: int) -> ModelConfig:
-        """The model with the rotary embeddings of a context of `context` tokens."""
+        """The config with the rotary embeddings of a context of `context` tokens."""
         return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers that have keys and values of their own: the first ones."""
-        own = [layer.attention.keys_of is None for layer in self.layers]
-        return own.index(False) if False in own else len(own)
+        """Number of layers that store keys and values, which come first."""
+        stores_keys = [layer.attention.keys_of is None for layer in self.layers]
+        return stores_keys.index(False) if False in stores_keys else len(stores_keys)
 
     @cached_property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that have a state in the place of keys and values."""
+        """The layers with a recurrent state."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.recurrent is not None)
 
     @property
@@ -366,13 +359,13 @@ class ModelConfig:
 
     @property
     def feed_forward(self) -> FeedForwardSpec:
-        """The feed-forward of every layer, but for cutoffs and numbers of neurons."""
+        """The feed-forward of every layer, apart from cutoffs and numbers of neurons."""
         return self.layers[0].feed_forward
 
     def neurons(self, layer: LayerSpec) -> int:
         """Number of neurons of a layer."""
-        own = layer.feed_forward.neurons
-        return self.intermediate_size if own is None else own
+        neurons = layer.feed_forward.neurons
+        return self.intermediate_size if neurons is None else neurons
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -391,26 +384,24 @@ class ModelConfig:
 
     @property
     def num_neurons(self) -> int:
-        """Number of neurons of all layers together."""
+        """Number of neurons of all layers."""
         return sum(self.widths)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The experts of every layer that has some; None if none has."""
-        own = (layer.experts for layer in self.layers if layer.experts is not None)
-        return next(own, self.part.experts)
+        """The experts of every layer with experts, or None."""
+        specs = (layer.experts for layer in self.layers if layer.experts is not None)
+        return next(specs, self.part.experts)
 
     def dense_neurons(self, layer: LayerSpec) -> int:
-        """Number of a layer's neurons that aren't an expert's: they come first."""
+        """Number of a layer's neurons that belong to no expert, which come first."""
         return self.neurons(layer) - (0 if layer.experts is None else layer.experts.num_neurons)
 
     @cached_property
     def records(self) -> tuple[int, ...]:
-        """Number of neurons of each layer that have a record of their own: all but those of experts that are
-        stored as matrices.
-        """
-        whole = self.experts is not None and self.experts.layout == "matrices"
-        return tuple(map(self.dense_neurons, self.layers)) if whole else self.widths
+        """Number of neurons of each layer that are stored as neurons, not in experts' matrices."""
+        as_matrices = self.experts is not None and self.experts.layout == "matrices"
+        return tuple(map(self.dense_neurons, self.layers)) if as_matrices else self.widths
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -420,7 +411,7 @@ class ModelConfig:
 
     @property
     def zeros_gates(self) -> bool:
-        """True if gates at or below a threshold become exact zeros, so that their neurons add nothing."""
+        """Whether gates at or below a threshold become exact zeros, so that their neurons add nothing."""
         return self.feed_forward.zeros_gates
 
     @property
@@ -430,22 +421,22 @@ class ModelConfig:
 
     @property
     def has_exact_zeros(self) -> bool:
-        """True if layers have gates that become exact zeros: all layers, or those with a cutoff."""
+        """Whether gates become exact zeros, in all layers or in those with a cutoff."""
         return self.zeros_gates or bool(self.cut_off_layers)
 
     @property
     def is_sliced(self) -> bool:
-        """True if feed-forwards are stored in slices of neurons: dense ones, of which nothing is left out."""
+        """Whether feed-forwards are stored in slices of neurons, as no neuron is ever left out."""
         return not self.zeros_gates and not self.has_cutoffs and self.experts is None
 
     @property
     def has_cutoffs(self) -> bool:
-        """True if layers of the model that this is, or is a part of, have gates with a statistical cutoff."""
+        """Whether layers of the full model have gates with a statistical cutoff."""
         return self.part.cutoffs or bool(self.cut_off_layers)
 
     @property
     def has_table(self) -> bool:
-        """Whether there is an embedding table, which a tied head is made of too."""
+        """Whether there is an embedding table, for embeddings or for a tied head."""
         return self.part.embeds or (self.part.heads and self.tie_embeddings)
 
     @property
@@ -454,11 +445,11 @@ class ModelConfig:
         return self.part.embeds and self.per_layer_width > 0
 
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
-        """True if `holds` is true of a layer."""
+        """Whether `holds` is true of a layer."""
         return any(map(holds, self.layers))
 
     def heads(self, attention: AttentionSpec) -> HeadSizes:
-        """The heads of a layer with this attention: those that attend, in latent attention of one latent."""
+        """The heads of a layer with this attention; in latent attention the latent is the one key head."""
         latent = attention.latent
         if latent is not None:
             return HeadSizes(self.num_heads, 1, latent.width, latent.rank)
@@ -466,9 +457,9 @@ class ModelConfig:
         return HeadSizes(self.num_heads, keys, width, values=attention.value_dim)
 
     def stored_heads(self, layer: LayerSpec) -> HeadSizes:
-        """A layer's heads as far as its keys and values are stored: no key heads where there are none."""
-        found = self.heads(layer.attention)
-        return found if layer.attends else found._replace(keys=0)
+        """A layer's heads, with 0 key heads if it has no attention."""
+        sizes = self.heads(layer.attention)
+        return sizes if layer.attends else sizes._replace(keys=0)
 
     @property
     def _recurrent(self) -> list[RecurrentSpec]:
@@ -476,9 +467,9 @@ class ModelConfig:
 
     @property
     def _all_heads(self) -> set[HeadSizes]:
-        """The heads of every layer. Without layers, the model's own."""
-        found = {self.heads(layer.attention) for layer in self.layers}
-        return found or {HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)}
+        """The heads of every layer; without layers, the model's."""
+        sizes = {self.heads(layer.attention) for layer in self.layers}
+        return sizes or {HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)}
 
     @property
     def head_width(self) -> int:
@@ -487,32 +478,32 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads, or of what a recurrent layer's output is made of, of the widest layer."""
+        """Width of all query heads, or of a recurrent layer's values, in the widest layer."""
         return max(self.num_heads * self.head_width, *(it.value_size for it in self._recurrent), 0)
 
     @property
     def attended_size(self) -> int:
-        """Width of what all heads attend to, or of a recurrent layer's output, of the widest layer."""
-        found = max(sizes.queries * (sizes.values or sizes.width) for sizes in self._all_heads)
-        return max(found, *(it.value_size for it in self._recurrent), 0)
+        """Width of attention's or a recurrent layer's output, in the widest layer."""
+        width = max(sizes.queries * (sizes.values or sizes.width) for sizes in self._all_heads)
+        return max(width, *(it.value_size for it in self._recurrent), 0)
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads of the widest layer together."""
+        """Width of all key (or value) heads of the widest layer."""
         return max(sizes.keys * sizes.width for sizes in self._all_heads)
 
     @property
     def qkv_size(self) -> int:
         """Rows of the widest layer's fused query, key and value projection."""
-        found = max(
+        rows = max(
             sizes.attending if sizes.values else (sizes.queries + 2 * sizes.keys) * sizes.width
             for sizes in self._all_heads
         )
-        return max(found, *(sum(it.projections.values()) for it in self._recurrent), 0)
+        return max(rows, *(sum(it.projections.values()) for it in self._recurrent), 0)
 
     @property
     def queries_per_key(self) -> int:
-        """Most query heads that read one key head."""
+        """Largest number of query heads for one key head."""
         return max(sizes.queries // sizes.keys for sizes in self._all_heads)
 
     def out_cols(self, layer: LayerSpec) -> int:
@@ -526,8 +517,8 @@ class ModelConfig:
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
         """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
-        gates; x, b, c and z with a mixer alone; q alone where keys are shared; q and kv in latent attention,
-        of which q may have the values that queries are made of.
+        gates; x, b, c and z for a mixer alone; q alone where keys are shared; q (or its low-rank input) and
+        kv in latent attention.
         """
         if layer.recurrent is not None and not layer.attends:
             return layer.recurrent.projections
@@ -542,7 +533,7 @@ class ModelConfig:
         return sum(self.projection_sizes(layer).values())
 
     def head_norm_sizes(self, layer: LayerSpec) -> tuple[int, int]:
-        """Lengths of the norm weights of a layer's queries and keys; 0 without such norms."""
+        """Lengths of the norm weights of a layer's queries and keys; 0 without norms."""
         sizes = self.heads(layer.attention)
         match layer.attention.head_norm:
             case "none":
@@ -564,21 +555,17 @@ class ModelConfig:
 
     @property
     def norm_size(self) -> int:
-        """Number of values of a norm over the model's width."""
+        """Number of values of a norm of the model's width."""
         return self.hidden_size * (2 if self.norm.bias else 1)
 
     @property
     def per_layer_size(self) -> int:
-        """Values of a token's row for the per-layer inputs of all the model's layers; 0 without any."""
+        """Width of a token's row of per-layer inputs for all the model's layers; 0 without these inputs."""
         return self.per_layer_width * self.model_layers
 
     @property
     def is_plain(self) -> bool:
-        """True without experts, per-layer inputs, copies and scales of the residual, low-rank blocks beside
-        attention, normed values, values narrower than keys, attention sinks, gated attention, shared keys,
-        latent attention, heads of several sizes, factors of what attention gives, recurrent layers, layers
-        without a feed-forward and cutoffs of gates.
-        """
+        """Whether the model has only the blocks of a Llama-like decoder: none of the features tested here."""
         return (
             not self.per_layer_width
             and self.num_kv_layers == self.num_layers

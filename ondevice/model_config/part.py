@@ -1,8 +1,9 @@
-"""Which part of a model a config describes, where several machines share its layers."""
+"""The part of a model that a config describes, where several machines share its layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import ge
 from typing import TYPE_CHECKING
 
 from ondevice.errors import UnsupportedModelError, UsageError
@@ -15,20 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The layers `first` on of a model of `layers` layers, and what they don't show of that model.
+    """Layers of a model of `layers` layers, from `first` on, and facts about the other layers.
 
     Args:
         first: index in the model of the config's first layer.
-        layers: number of the model's layers; 0: as many as the config has.
-        embeds: whether what makes the first layer's input is there: the embedding table, learned positions,
-            rows of per-layer inputs, of all the model's layers, and what makes copies of the residual.
-        heads: whether what makes logits of the last layer's output is there, and what joins copies.
-        experts: the model's experts, where the config's own layers may have none.
-        widths: number of neurons of each of the model's layers where these differ, which decide how neurons
-            are summed in segments; else empty.
+        layers: number of the model's layers; 0: the config's.
+        embeds: whether the weights before the first layer are there: the embedding table, learned positions,
+            per-layer inputs of all layers, and those that spread residual streams.
+        heads: whether the weights after the last layer are there: the output head, and those that gather
+            residual streams.
+        experts: the model's experts, if any layer has some.
+        widths: number of neurons of each of the model's layers, if they differ; else empty. They decide how
+            neurons are summed in segments.
         cutoffs: whether gates of some of the model's layers have a statistical cutoff.
-        states: of a model with recurrent layers, the floats of all layers' states, the values of a token's
-            keys and values in all layers, and its key heads, which decide where states are kept; else empty.
+        states: floats of all layers' recurrent states, floats of a token's keys and values in all layers, and
+            key heads in all layers, which decide where checkpoints are; empty without recurrent layers.
     """
 
     first: int = 0
@@ -41,16 +43,13 @@ class ModelPart:
     cutoffs: bool = False
 
     def check(self, config: ModelConfig) -> None:
-        """Raises UnsupportedModelError for a part that the layers of `config` can't be.
-
-        What it says of the whole model decides how this part computes: it mustn't contradict these layers.
-        """
-        if self == WHOLE:
+        """Raises UnsupportedModelError if this contradicts the layers of `config`."""
+        if self == FULL_MODEL:
             return
-        own = config.num_layers
-        if self.first < 0 or self.first + own > self.layers or own < 1:
+        num_layers = config.num_layers
+        if self.first < 0 or self.first + num_layers > self.layers or num_layers < 1:
             raise UnsupportedModelError(
-                f"a part has layers {self.first} to {self.first + own - 1} of a model of {self.layers}"
+                f"a part has layers {self.first} to {self.first + num_layers - 1} of a model of {self.layers}"
             )
         if self.embeds and (self.first or not self.heads):
             raise UnsupportedModelError(
@@ -64,7 +63,7 @@ class ModelPart:
             raise UnsupportedModelError(
                 f"a part has the widths of {len(self.widths)} layers of a model of {self.layers}"
             )
-        if self.widths and self.widths[self.first : self.first + own] != config.widths:
+        if self.widths and self.widths[self.first : self.first + num_layers] != config.widths:
             raise UnsupportedModelError("a part has other widths of its own layers than these have")
         if not self.widths and len(set(config.widths)) > 1:
             raise UnsupportedModelError("a part has layers of several widths, and no widths of the model's")
@@ -73,64 +72,66 @@ class ModelPart:
         experts = {layer.experts for layer in config.layers} - {None}
         if not experts <= {self.experts}:
             raise UnsupportedModelError("a part has layers with other experts than the model's")
-        self._check_states(state_sizes(config), own)
+        self._check_states(state_sizes(config), num_layers)
 
-    def _check_states(self, sizes: tuple[int, ...], own: int) -> None:
-        """sizes: of the states of the part's `own` layers, if any of them is recurrent."""
-        if not sizes and (not self.states or own < self.layers):
+    def _check_states(self, sizes: tuple[int, ...], num_layers: int) -> None:
+        """sizes: `state_sizes` of the part's num_layers layers."""
+        if not sizes and (not self.states or num_layers < self.layers):
             return
-        holds = all(whole >= each for whole, each in zip(self.states, sizes, strict=False))
-        if len(self.states) != STATE_SIZES or not holds or (own == self.layers and self.states != sizes):
+        holds = len(self.states) == STATE_SIZES and all(map(ge, self.states, sizes))
+        if not holds or (num_layers == self.layers and self.states != sizes):
             raise UnsupportedModelError(
                 f"a part has states of {self.states} in all layers, and of {sizes} in its own"
             )
 
 
 STATE_SIZES = 3
-"""Number of `ModelPart.states`."""
+"""Length of `ModelPart.states`."""
 ALIGNED_FLOATS = 16
-"""Floats to a multiple of which each recurrent layer's state is padded."""
+"""Multiple, in floats, to which each recurrent layer's state is padded."""
 
-WHOLE = ModelPart()
-"""The part of a config that describes a whole model."""
+FULL_MODEL = ModelPart()
+"""The part of a config that describes all of a model."""
 
 
 def cut_places(config: ModelConfig) -> tuple[int, ...]:
-    """Layers before which a model can be cut: all but those that would part keys from a layer that reads
-    them. A model's own numbers of its layers, ascending, without the first layer of the config.
+    """The model's layers before which it can be cut without parting keys from a layer that reads them.
+
+    Ascending, without the first layer of the config.
     """
     owners = [layer.attention.keys_of for layer in config.layers]
     reaches = [layer if owner is None else owner for layer, owner in enumerate(owners)]
-    found, least = [], len(reaches)
+    places, first_read = [], len(reaches)
     for layer in range(len(reaches) - 1, 0, -1):
-        least = min(least, reaches[layer])
-        if least >= layer:
-            found.append(config.part.first + layer)
-    return tuple(reversed(found))
+        first_read = min(first_read, reaches[layer])
+        if first_read >= layer:
+            places.append(config.part.first + layer)
+    return tuple(reversed(places))
 
 
 def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads: bool) -> ModelConfig:
-    """The layers `first` to `stop` - 1 of a model, in the model's own numbers, as a config of their own.
+    """The config of a model's layers `first` to `stop` - 1.
 
     Args:
-        config: of the whole model, or of a part that has these layers.
-        first, stop: the range.
-        embeds, heads: as `ModelPart` has them; what `config` lacks can't be asked for.
+        config: of the model, or of a part that has these layers.
+        first, stop: the range, in the model's numbers.
+        embeds, heads: as in `ModelPart`.
 
-    Raises UsageError for a range that isn't in `config`, UnsupportedModelError for one that parts keys and
-    values from a layer that reads them, or that has the embedding without the first layer.
+    Raises UsageError for layers or weights that aren't in `config`, UnsupportedModelError for a range that
+    parts keys and values from a layer that reads them, or that has the embedding without the first layer.
     """
-    part, own = config.part, config.num_layers
-    if not part.first <= first < stop <= part.first + own:
+    part, num_layers = config.part, config.num_layers
+    end = part.first + num_layers
+    if not part.first <= first < stop <= end:
         raise UsageError(
-            f"layers {first} to {stop - 1} aren't some of the layers {part.first} to {part.first + own - 1} "
+            f"layers {first} to {stop - 1} aren't some of the layers {part.first} to {end - 1} "
             "that this bundle has"
         )
-    if (embeds, heads) == (part.embeds, part.heads) and stop - first == own:
+    if (embeds, heads) == (part.embeds, part.heads) and stop - first == num_layers:
         return config
     if (embeds and not part.embeds) or (heads and not part.heads):
         raise UsageError("this is a part without the embedding or the output head: open the whole model")
-    places = {part.first, *cut_places(config), part.first + own}
+    places = {part.first, *cut_places(config), end}
     if not {first, stop} <= places:
         raise UnsupportedModelError(
             f"layers {first} to {stop - 1} can't be cut out of this model, whose last layers read keys and "
@@ -143,7 +144,7 @@ def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads:
         layers=tuple(_moved(layer, part.first - first) for layer in layers),
         part=ModelPart(
             first,
-            part.layers or own,
+            part.layers or num_layers,
             embeds,
             heads,
             config.experts,
@@ -159,14 +160,14 @@ def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads:
 
 
 def state_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """`ModelPart.states` of a whole model; empty without recurrent layers."""
+    """`ModelPart.states` of the layers of `config`; empty without recurrent layers."""
     specs = [layer.recurrent for layer in config.layers if layer.recurrent is not None]
     if not specs:
         return ()
     floats = sum(-(-spec.state_floats // ALIGNED_FLOATS) * ALIGNED_FLOATS for spec in specs)
     heads = [config.stored_heads(layer) for layer in config.layers]
-    values = sum(its.keys * its.stored_width for its in heads)
-    return floats, values, sum(its.keys for its in heads)
+    values = sum(it.keys * it.stored_width for it in heads)
+    return floats, values, sum(it.keys for it in heads)
 
 
 def _moved(layer: LayerSpec, by: int) -> LayerSpec:

@@ -1,4 +1,4 @@
-"""What a rotary position embedding is."""
+"""The description of a rotary position embedding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ondevice.records import dataclass
 class RopeSpec:
     """Rotary position embedding (arXiv 2104.09864) of a head's dimension pairs (i, i + Dh / 2).
 
-    frequencies: (Dh / 2,) angle of each pair in radians per position, scaled for long contexts already; each
-        is a float32 value. A pair with frequency 0 isn't turned.
-    magnitude: factor of the cosine and sine of the pairs that turn (YaRN, arXiv 2309.00071, section 3.4).
-    long_frequencies: these take the place of `frequencies`, from a text's first token on, in a context of
-        more than `original_context` tokens (LongRoPE, arXiv 2402.13753). Empty, and 0: `frequencies` serve
-        every context. The context decides, not the text's length: so a token's keys never change.
+    frequencies: (Dh / 2,) angle of each pair in radians per position, already scaled for long contexts, as
+        float32 values. A pair with frequency 0 isn't rotated.
+    magnitude: factor of the cosine and sine of rotated pairs (YaRN, arXiv 2309.00071, section 3.4).
+    long_frequencies: replace `frequencies` in contexts of more than `original_context` tokens (LongRoPE,
+        arXiv 2402.13753); empty, with 0: `frequencies` serve every context. The context decides, not the
+        text's length, so that a token's keys never change.
     """
 
     frequencies: tuple[float, ...]
@@ -44,5 +44,5 @@ class RopeSpec:
 
     @property
     def turning(self) -> int:
-        """Number of a head's dimensions that are turned."""
+        """Number of a head's dimensions that are rotated."""
         return 2 * sum(frequency > 0 for frequency in self.frequencies)

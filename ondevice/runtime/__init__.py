@@ -1,1 +1,1 @@
-"""A loaded model: its weights, its key/value caches and its budget, under one owner thread."""
+"""A loaded model: weights, key/value caches and budget, on one owner thread."""

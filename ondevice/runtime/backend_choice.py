@@ -1,4 +1,4 @@
-"""Chooses and makes the backend that runs a model, and its memory model.
+"""Chooses and creates the backend that runs a model, and its memory model.
 
 A backend is imported only where it runs, MLX also where `auto` may choose it.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def has_mlx() -> bool:
-    """True if MLX can be imported. This imports it."""
+    """Whether MLX can be imported. This imports it."""
     try:
         import_module("mlx.core")
     except ImportError:
@@ -46,27 +46,26 @@ def has_mlx() -> bool:
     return True
 
 
-def settled_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
-    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu.
+def resolved_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
+    """The backend, with `auto` resolved on this machine: MLX on Apple's GPU if there is one, else cpu.
 
     Models with experts, recurrent layers or latent attention run on `cpu`.
     """
-    own = config is not None and (config.experts is not None or config.recurrent_layers or _is_latent(config))
-    if backend == "auto" and own:
+    if backend != "auto":
+        return backend  # type: ignore[return-value]
+    if config is not None and (
+        config.experts is not None
+        or config.recurrent_layers
+        or config.any_layer(lambda layer: layer.attention.latent is not None)
+    ):
         return "cpu"
-    if backend == "auto":
-        apple = sys.platform == "darwin" and platform.machine() == "arm64"
-        return "mlx" if apple and has_mlx() else "cpu"
-    return backend  # type: ignore[return-value]
-
-
-def _is_latent(config: ModelConfig) -> bool:
-    return config.any_layer(lambda layer: layer.attention.latent is not None)
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    return "mlx" if apple and has_mlx() else "cpu"
 
 
 def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
-    """Raises BackendUnavailableError for what the backend can't run, or a missing package."""
-    backend = settled_backend(runtime.backend, config)
+    """Raises BackendUnavailableError for a mode that the backend can't run, or a missing package."""
+    backend = resolved_backend(runtime.backend, config)
     if runtime.sparsity in SELECTING and backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
@@ -88,31 +87,31 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
 
 
 def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
-    """Raises BackendUnavailableError if drafts are asked for where they could change the text.
+    """Raises BackendUnavailableError if the options name drafts that could change the text.
 
-    runtime: with the backend settled.
+    runtime: with the backend resolved.
     """
-    asked = f"--speculation {runtime.speculation}"
+    option = f"--speculation {runtime.speculation}"
     if runtime.speculation == "auto" and runtime.draft_model:
-        asked = f"--draft-model {os.fspath(runtime.draft_model)}"
+        option = f"--draft-model {os.fspath(runtime.draft_model)}"
     elif runtime.speculation in ("auto", "off"):
         return
     if rows.widths.nodes < 2:
         which = f" (in: {rows.narrowest})" if rows.narrowest else ""
         raise BackendUnavailableError(
-            f"{asked}: with --backend {runtime.backend} a token's last bits depend here on what goes through "
-            f"the model beside it{which}, so drafts could change the text; use --backend cpu"
+            f"{option}: with --backend {runtime.backend} a token's last bits depend here on what goes "
+            f"through the model beside it{which}, so drafts could change the text; use --backend cpu"
         )
 
 
 def allowed_draft_layer(
     config: ModelConfig, runtime: RuntimeConfig, layer: DraftLayer | None, rows: RowInvariance
 ) -> DraftLayer | None:
-    """The draft layer; None where its taps would change the text and `auto` goes without.
+    """The draft layer; None where its taps would change the text.
 
-    Where a row's bits depend on those beside it, the last row of a prompt is by itself from the last
-    feed-forward on; what models with per-layer inputs add behind it takes all rows that are tapped. Raises
-    BackendUnavailableError where the options name the layer.
+    Where a row's bits depend on other rows, the last row of a prompt runs alone from the last feed-forward
+    on; but the per-layer block after it takes all tapped rows. Raises BackendUnavailableError if the options
+    name the layer.
     """
     if layer is None or rows.widths.chain >= ANY_ROWS:
         return layer
@@ -126,8 +125,8 @@ def allowed_draft_layer(
     )
 
 
-def settled_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
-    """How many texts may share passes: one alone where a text would depend on those beside it."""
+def resolved_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
+    """Number of texts that may share passes: 1 where a text's bits depend on other texts."""
     return 1 if rows.widths.chain < 2 else runtime.parallel
 
 
@@ -138,10 +137,10 @@ def row_invariance(
     predictors: Predictors | None = None,
     streams: MultiStreams | None = None,
 ) -> RowInvariance:
-    """How many rows a forward pass may have for each to have the bits that it has alone.
+    """The numbers of rows of a pass up to which each row has the bits that it has alone.
 
-    Our kernels are made so. MLX's are measured, in the shapes of this model and on its default device, if the
-    options leave anything to decide. The arguments are those of `memory_model`.
+    For `cpu` they are unlimited. For MLX they are measured in the shapes of this model, if the options depend
+    on them. The arguments are those of `memory_model`.
     """
     if runtime.backend == "cpu":
         return BY_CONSTRUCTION
@@ -154,7 +153,7 @@ def row_invariance(
 
     memory = _mlx_memory(config, quant, runtime, predictors, streams)
     if memory.selects_neurons and not config.zeros_gates and config.cut_off_layers:
-        # Its layers select few neurons or nearly all; products of so different sizes aren't measured.
+        # Layers with a cutoff select few neurons, others nearly all. Products of both sizes aren't measured.
         return UNKNOWN
     segment, widths = memory.ranges.neurons, set(map(config.dense_neurons, config.layers))
     together = {min(segment, width) for width in widths} | {width % segment for width in widths}
@@ -171,7 +170,7 @@ def row_invariance(
         tuple(sorted(together - {0})),
         selects=memory.selects_neurons or chooses_mode,
     )
-    # MLX keeps a thread for every thread that ever computed, so this one is left to the model's.
+    # MLX leaks a thread for every thread that ever computed, so the model's owner re-uses this one.
     owner: OwnerThread[RowInvariance] = OwnerThread("ondevice-rows", kept=True)
     try:
         return owner.call(lambda: row_invariance(shapes))
@@ -180,7 +179,7 @@ def row_invariance(
 
 
 def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
-    """(rows, columns, format) of the matrices that a token meets, a neuron's gate and up rows among them."""
+    """(rows, columns, format) of a token's matrices, including neurons' gate and up rows."""
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
     for index, layer in enumerate(config.layers):
@@ -213,14 +212,14 @@ def memory_model(
     predictors: Predictors | None = None,
     streams: MultiStreams | None = None,
 ) -> MemoryModel:
-    """The memory of a model under the backend that `runtime` names.
+    """The memory of a model under the backend of `runtime`.
 
     Args:
-        config: The model's shape.
-        quant: How its weights are quantised.
-        runtime: The options, with the backend settled.
-        predictors: Predictors of the bundle, if it has any.
-        streams: Multi-stream adapters of the bundle, if it has any.
+        config: the model's description.
+        quant: the quantisation of its weights.
+        runtime: the options, with the backend resolved.
+        predictors: the bundle's predictors, or None.
+        streams: the bundle's multi-stream adapters, or None.
     """
     match runtime.backend:
         case "mlx":
@@ -237,11 +236,11 @@ def make_backend(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     plan: Plan,
-    beside: BudgetedBackend | None = None,
+    target: BudgetedBackend | None = None,
 ) -> BudgetedBackend:
-    """Make the backend that `runtime`, already settled, names.
+    """Create the backend of `runtime`, whose options are resolved.
 
-    beside: the backend of the model that this one drafts for, whose threads and limits it shares.
+    target: the backend of the model that this one drafts for, whose threads and limits it shares.
     """
     match runtime.backend:
         case "reference":
@@ -258,11 +257,11 @@ def make_backend(
                 stage_neurons=memory.stage_neurons,
                 stages=MLX_STAGES,
                 cache_bytes=MLX_CACHE_BYTES,
-                budget_bytes=0 if beside is not None else plan.budget_bytes,
+                budget_bytes=0 if target is not None else plan.budget_bytes,
                 resident_embedding=plan.embedding_resident,
                 copies_reads=memory.cuda,
             )
-    shared = beside.runner if isinstance(beside, CpuBackend) else None
+    shared = target.runner if isinstance(target, CpuBackend) else None
     return CpuBackend(
         shared or make_runner(runtime.threads, runtime.kernel_target),
         segment_neurons=segment_shape(config, quant).neurons,

@@ -1,7 +1,7 @@
 """Watches memory pressure for a loaded model and changes its DRAM budget.
 
-Budgets change on the model's owner thread, between two tokens or two passes of a prompt. A thread of its own
-reads memory pressure. It holds no model, ends with `stop()` and never keeps the interpreter alive.
+Budgets change on the model's owner thread, between two tokens or two passes of a prompt. A separate daemon
+thread reads memory pressure. It has no reference to the model, and ends with `stop()`.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Budgeted(Protocol):
 
     @property
     def replanned(self) -> Plan:
-        """The plan beside what other models have claimed by now."""
+        """The plan with the present claims of other models."""
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to the user's own budget. Raises BudgetError."""
+        """Keep to the user's budget. Raises BudgetError."""
 
     def set_plan(self, plan: Plan) -> None:
         """Keep to another plan of the same model. Raises BudgetError."""
 
     def shift_budget(self, budget_bytes: int) -> bool:
-        """Keep to a budget up to the user's. False: other models have claimed the memory."""
+        """Keep to a budget up to the user's. Returns False if other models have claimed the memory."""
 
 
 @dataclass(frozen=True)
 class MemoryPressure:
-    """Memory pressure and its effect on a model's budget. Counts are since the model was loaded."""
+    """Memory pressure and its effect on a model's budget. Counts start when the model is loaded."""
 
     level: Level
-    """The level at the last look; `normal` where pressure isn't watched."""
+    """The latest level; `normal` if pressure isn't watched."""
     budget_bytes: int
     """The present budget."""
     user_budget_bytes: int
-    """The user's own budget, which the present one never exceeds."""
+    """The user's budget, the limit of the present one."""
     shrinks: int
     growths: int
 
@@ -70,10 +70,10 @@ class BudgetWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        owner: The model's owner thread.
-        engine: What keeps to the budget; held weakly.
-        config: When a budget shrinks and grows.
-        clock: A monotonic clock in seconds.
+        owner: the model's owner thread.
+        engine: keeps to the budget; a weak reference.
+        config: when a budget shrinks and grows.
+        clock: monotonic, in seconds.
         """
         self._owner = owner
         self._engine = weakref.ref(engine)
@@ -89,7 +89,7 @@ class BudgetWatch:
 
     @property
     def state(self) -> MemoryPressure:
-        """Safe from any thread, and after the end."""
+        """The present pressure. Safe from any thread, and after the end."""
         engine = self._engine()
         return MemoryPressure(
             level="normal" if self._memory is None else self._memory.level,
@@ -111,10 +111,10 @@ class BudgetWatch:
         self._owner.call(apply, urgent=True)
 
     def hold_constraints(self, nbytes: int, automatic: bool) -> None:
-        """Leave `nbytes` to the constraints of texts from now on. The model's claim has them.
+        """Reserve `nbytes` for the constraints of texts, within the model's claim.
 
-        automatic: whether the model was loaded with the budget `auto`. If the user hasn't set another one
-        since, it is chosen anew. Raises BudgetError, and changes nothing, if there is no room.
+        automatic: whether the model was loaded with the budget `auto`, which is chosen again unless the user
+        has set another. Raises BudgetError, and changes nothing, if there is no room.
         """
 
         def apply() -> None:
@@ -141,15 +141,15 @@ class BudgetWatch:
         self._thread = thread
 
     def stop(self) -> None:
-        """Have the thread end; it changes nothing more. Idempotent, and nothing in a child of fork()."""
+        """Let the thread end; it changes nothing more. Idempotent. Does nothing in a child of fork()."""
         self._stopped = True
         if not self._owner.is_inherited:
             self._wake.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, after `stop` and after the owner began to refuse calls."""
+        """Wait for the thread's end, after `stop` and after the owner has begun to refuse calls."""
         thread = self._thread
-        # On the owner thread, calls are refused only after this. There, the watch ends by itself.
+        # Not on the owner thread, as it refuses calls only later.
         if thread is not None and threading.current_thread() is not thread and not self._owner.is_current:
             thread.join()
 
@@ -161,7 +161,7 @@ class BudgetWatch:
         try:
             reading = source.read()
         except (OSError, ValueError, OndeviceError) as error:
-            # One warning is enough: the next look may fail in the same way.
+            # Warns once: the next reading may fail in the same way.
             log.log(logging.DEBUG if self._failed else logging.WARNING, "no memory pressure read: %s", error)
             self._failed = True
             return
@@ -193,7 +193,7 @@ class BudgetWatch:
             source.close()
 
     def _change(self, engine: Budgeted, plan: Plan, user_bytes: int, budget_bytes: int) -> None:
-        """Change the budget of `plan`, unless the user has changed it meanwhile."""
+        """Change the budget of `plan`, unless the user has changed it."""
         level = self.state.level
 
         def apply() -> None:

@@ -1,6 +1,6 @@
-"""Conversions, foreseen before anything large is downloaded or written, and then run.
+"""Conversions: estimated before anything large is downloaded or written, and then run.
 
-`prepare` reads a checkpoint's headers only. `Foreseen` says what a run would download, write and need.
+`prepare` reads only a checkpoint's headers. A `ConversionEstimate` has the sizes of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
-from ondevice.runtime.backend_choice import memory_model, settled_backend
+from ondevice.runtime.backend_choice import memory_model, resolved_backend
 from ondevice.runtime.local_source import weight_files
 from ondevice.runtime.models import (
     ConversionProgress,
@@ -35,11 +35,11 @@ from ondevice.runtime.models import (
     with_chosen_experts,
 )
 from ondevice.runtime.repository import Repository
-from ondevice.runtime.resolving import LEAST_CONTEXT, SMALL_CHUNK, is_auto
+from ondevice.runtime.resolving import MIN_CONTEXT, SMALL_CHUNK, is_auto
 from ondevice.tokenizer import import_library, load_tokenizer, loading_bytes
 from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
-# The converters' own types: they are imported only inside the functions that need them.
+# Types of the converters, which are imported only inside functions.
 Checkpoint = Any
 Listing = Any
 BeginTraining = Callable[[Checkpoint], Any]
@@ -49,8 +49,8 @@ DRAFT_LAYER_BITS: dict[str, Literal[4, 8, 16]] = {AUTO_QUANT: 8, "q4": 4, "q8": 
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """What a conversion would download and write, by the checkpoint's headers. All sizes are bytes."""
+class ConversionEstimate:
+    """The downloads and writes of a conversion, from the checkpoint's headers. All sizes are bytes."""
 
     name: str
     architecture: str
@@ -58,20 +58,20 @@ class Foreseen:
     quantisation: str
     output: Path
     download_bytes: int
-    """Bytes that come over the network; 0 for a checkpoint on this disk."""
+    """Bytes to download; 0 for a checkpoint on this disk."""
     bundle_bytes: int
     present_bytes: int
-    """Bytes of the bundle that an interrupted conversion has left."""
+    """Bytes of the bundle from an interrupted conversion."""
     passing_bytes: int
-    """Bytes that lie on the disk while the conversion runs, beside the bundle."""
+    """Bytes of temporary files during the conversion."""
     kept_bytes: int
-    """Bytes of the source that are kept in the hub's cache."""
+    """Bytes of the source that stay in the hub's cache."""
     is_one_disk: bool
-    """True if the hub's cache is on the disk that the bundle goes to."""
+    """Whether the hub's cache is on the bundle's disk."""
     free_bytes: int
-    """Free bytes of the disk that the bundle goes to."""
+    """Free bytes of the bundle's disk."""
     source_bytes: int
-    """Bytes of the source's weights on this disk, which stay beside the bundle; 0 for a repository."""
+    """Bytes of the source's weights on this disk; 0 for a repository."""
 
     def require_space(self) -> None:
         """Raises OndeviceError if the disk has no room."""
@@ -86,7 +86,7 @@ class Foreseen:
 
 
 class Prepared:
-    """A checkpoint whose headers have been read, made by `prepare`. `run` converts it, once."""
+    """A checkpoint with its headers read, from `prepare`. `run` converts it, once."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Prepared:
         source_bytes: int = 0,
         template: bytes | None = None,
     ) -> None:
-        """listing: the repository that it comes from. is_kept: the source is on this disk already.
+        """listing: of the source repository, or None. is_kept: whether the source is already on this disk.
 
-        process_bytes: as `_process_bytes` measured it before the checkpoint was opened. source_bytes: of the
-        weights of a source that is the user's own. template: a chat template in place of the checkpoint's.
+        process_bytes: from `_process_bytes` before the checkpoint was opened. source_bytes: of a local
+        source's weights. template: a chat template instead of the checkpoint's.
         """
         self.output = output
         self._template = template
@@ -139,13 +139,13 @@ class Prepared:
 
     @property
     def is_converted(self) -> bool:
-        """True if the output is a bundle of this checkpoint already, at any number of bits."""
+        """Whether the output is already a bundle of this checkpoint, at any number of bits."""
         from ondevice.converters.convert import is_bundle_of
 
         return is_bundle_of(self.output, self._checkpoint)
 
     def require_tokenizer(self) -> None:
-        """Raises UsageError for a checkpoint without a tokenizer: its bundle takes token ids alone."""
+        """Raises UsageError for a checkpoint without a tokenizer, whose bundle would take only token ids."""
         if not self.has_tokenizer:
             raise UsageError(
                 f"{self._checkpoint.name} has no tokenizer, so its bundle would take token ids and no text; "
@@ -153,8 +153,8 @@ class Prepared:
                 "with `ondevice convert` and give token ids in Python"
             )
 
-    def foreseen(self, trains: bool = False) -> Foreseen:
-        """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+    def estimate(self, trains: bool = False) -> ConversionEstimate:
+        """The sizes of `run`. trains: whether it also orders and trains, which writes the neurons twice."""
         from shutil import disk_usage
 
         from ondevice.converters.architectures.tensors import tensor_shapes
@@ -170,7 +170,7 @@ class Prepared:
                 download = sum(source_bytes(checkpoint).values())
                 download += sum(map(passed_nbytes, checkpoint.tensors.values()))
                 passing = held_matrix_bytes(checkpoint, self.quant)
-        return Foreseen(
+        return ConversionEstimate(
             name=checkpoint.name,
             architecture=checkpoint.config.architecture,
             parameters=sum(map(prod, tensor_shapes(checkpoint.config).values())),
@@ -186,44 +186,44 @@ class Prepared:
             source_bytes=self._source_bytes,
         )
 
-    def least_plan(self, runtime: RuntimeConfig) -> Plan:
-        """The plan with the smallest budget that the options allow, under the budget that they name.
+    def smallest_plan(self, runtime: RuntimeConfig) -> Plan:
+        """The plan with the smallest minimum that the options allow, under their budget.
 
-        Raises UnsupportedModelError and BackendUnavailableError for options that the new bundle can't have.
+        Raises UnsupportedModelError and BackendUnavailableError for options that the bundle can't have.
         """
         config = with_chosen_experts(self.config, runtime.experts)
         check_runtime(config, runtime, None)
-        settled = replace(
+        resolved = replace(
             runtime,
-            backend=settled_backend(runtime.backend, config),
+            backend=resolved_backend(runtime.backend, config),
             threads=runtime.threads or usable_cores(),
             speculation="off" if runtime.speculation in ("auto", "model") else runtime.speculation,
-            max_context=runtime.max_context or min(LEAST_CONTEXT, config.original_context),
+            max_context=runtime.max_context or min(MIN_CONTEXT, config.original_context),
         )
-        if settled.backend == "cpu":
-            settled = replace(settled, prefill_chunk=runtime.prefill_chunk or SMALL_CHUNK)
-        modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
+        if resolved.backend == "cpu":
+            resolved = replace(resolved, prefill_chunk=runtime.prefill_chunk or SMALL_CHUNK)
+        modes = automatic_modes(config, resolved) if resolved.sparsity == "auto" else [resolved.sparsity]
         process, claimed = self._process_bytes + self._tokenizer_bytes(), others()
-        # A run reads the tokenizer only where its bound fits, which may be far more than it then takes.
+        # A run reads the tokenizer only if its upper bound fits, which may be far above the actual size.
         opening = max(0, self._process_bytes - claimed.held_bytes) + self._tokenizer_bound()
         plans = []
         for mode in modes:
-            memory = memory_model(config, self.quant, replace(settled, sparsity=mode))
+            memory = memory_model(config, self.quant, replace(resolved, sparsity=mode))
             held = max(0, process - claimed.held_bytes)
             plan = plan_memory(memory, budget_bytes=0, process_bytes=held)
             plan = replace(plan, others_bytes=claimed.claimed_bytes, limit=group_limit())
             plans.append(replace(plan, opening_bytes=opening))
-        least = min(plans, key=lambda plan: plan.minimum_budget_bytes)
+        smallest = min(plans, key=lambda plan: plan.minimum_budget_bytes)
         if is_auto(runtime.dram_budget):
-            return least.with_budget(auto_budget(least, allowance(process, memory_rooms())))
-        return least.with_budget(parse_budget(runtime.dram_budget))
+            return smallest.with_budget(auto_budget(smallest, allowance(process, memory_rooms())))
+        return smallest.with_budget(parse_budget(runtime.dram_budget))
 
     def require_fit(self, plan: Plan) -> None:
-        """Raises BudgetError if `least_plan` doesn't fit its budget."""
+        """Raises BudgetError if `smallest_plan` doesn't fit its budget."""
         require_fit(plan, self._checkpoint.name)
 
     def check_output(self, resume: bool, force: bool) -> None:
-        """Raises UsageError if writing would touch files that `resume` and `force` don't allow to touch."""
+        """Raises UsageError if writing would touch files without permission by `resume` or `force`."""
         from ondevice.converters.output_folder import OutputFolder
 
         if not (resume and self.output.exists()):
@@ -237,12 +237,12 @@ class Prepared:
         force: bool = False,
         begin_training: BeginTraining = lambda checkpoint: None,
     ) -> Path:
-        """Convert, and return the bundle's folder. The arguments are those of the converter's `convert`."""
+        """Convert. Returns the bundle's folder. The arguments are those of the converter's `convert`."""
         from ondevice.converters.convert import convert
 
         checkpoint = self._checkpoint
         if self._is_remote and not self.output.exists():
-            self.foreseen().require_space()
+            self.estimate().require_space()
         if self._is_remote and self._keep_source:
             self.check_output(resume, force)
             checkpoint = self._downloaded(on_progress)
@@ -271,14 +271,14 @@ class Prepared:
         return self._checkpoint
 
     def _tokenizer_bound(self) -> int:
-        """Most memory that reading the tokenizer takes, as a run counts it before it reads it."""
+        """Upper bound of the memory for reading the tokenizer, as in a run."""
         files = self._checkpoint.tokenizer
         if files.info.kind is None or files.info.file is None:
             return 0
         return loading_bytes(files.info.kind, [files.blobs[files.info.file]])
 
     def _tokenizer_bytes(self) -> int:
-        """Memory that the tokenizer takes, by loading it as the model will."""
+        """Memory of the loaded tokenizer, measured by loading it."""
         files = self._checkpoint.tokenizer
         info = files.info
         if info.kind is None or info.file is None:
@@ -309,20 +309,18 @@ def prepare(
     chat_template: Any = None,
     needs_weights: bool = True,
 ) -> Iterator[Prepared]:
-    """Open a checkpoint to convert: a path, a repository id, a GGUF file of one, or an alias.
-
-    Only headers are read.
+    """Open a checkpoint to convert, reading only its headers.
 
     Args:
-        source: the checkpoint.
-        output: the bundle's folder. The default has the source's name, where models are found by name.
-        quant: `q4`, `q5`, `q6`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
-        offline: ask the hub for nothing, and take only what its cache holds.
-        keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
-            weights are read over the network as they are converted, and none of them is stored.
-        chat_template: a file with a Jinja template to take in place of the checkpoint's.
-        needs_weights: whether a folder with a config.json and no weights is refused. Without them it can be
-            planned, at 4 bits unless `quant` says otherwise, and not run.
+        source: a path, a repository id, a GGUF file of a repository, or an alias.
+        output: the bundle's folder. The default is the source's name in the folder of models.
+        quant: `q4`, `q5`, `q6`, `q8` or `f16`; `auto`: the converter's `chosen_quant`.
+        offline: use only the hub's cache, without requests.
+        keep_source: download a repository's files to the hub's cache. Otherwise weights are read over the
+            network while they are converted, without being stored.
+        chat_template: a file with a Jinja template instead of the checkpoint's.
+        needs_weights: whether a folder with a config.json and no weights is refused. Otherwise it can be
+            planned, by default at 4 bits, but not run.
 
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
     """
@@ -335,9 +333,9 @@ def prepare(
 
 
 def remove(folder: Path) -> int:
-    """Delete a bundle or an unfinished one, and return the bytes that it took.
+    """Delete a bundle, finished or not. Returns its size in bytes.
 
-    Raises UsageError if it holds anything else, OndeviceError if a conversion is at work in it.
+    Raises UsageError if the folder holds anything else, OndeviceError if a conversion is writing to it.
     """
     from ondevice.converters.output_folder import remove_bundle
 
@@ -353,84 +351,74 @@ def _opened(
     template: bytes | None,
     needs_weights: bool,
 ) -> Prepared:
-    """quant: None for the one that suits the checkpoint. template: None for the checkpoint's."""
+    """quant: None for the checkpoint's `chosen_quant`. template: None for the checkpoint's."""
     from ondevice.converters.checkpoints.opening import open_checkpoint
     from ondevice.converters.chosen_quant import chosen_quant
     from ondevice.converters.output_folder import check_names
 
-    # Behind these: a run imports most of what they import.
+    # After these imports: a run imports most of the same modules.
     before = _process_bytes()
     try:
-        found = find_source(source, offline)
+        origin = find_source(source, offline)
     except ModelNotFoundError:
-        kept = _cached_offline(source) if offline else None
-        if kept is None:
+        cached = _cached_offline(source) if offline else None
+        if cached is None:
             raise
-        found = kept
+        origin = cached
     check_names(target)
-    if not isinstance(found, Repository):
-        checkpoint = open_checkpoint(found, needs_weights)
-        return Prepared(
-            checkpoint,
-            target,
-            quant or chosen_quant(checkpoint),
-            process_bytes=before,
-            source_bytes=sum(file.stat().st_size for file in weight_files(found)),
-            template=template,
-        )
-    hub = _hub(found.name)
-    if hub.hub_is_offline() and (kept := hub.cached_offline(found.name, found.file)):
-        checkpoint = open_checkpoint(kept)
-        return Prepared(
-            checkpoint,
-            target,
-            quant or chosen_quant(checkpoint),
-            process_bytes=before,
-            template=template,
-        )
-    opened = hub.open_repository(found.name, found.file, target.parent)
+    listing, is_kept, source_bytes = None, True, 0
+    if not isinstance(origin, Repository):
+        checkpoint = open_checkpoint(origin, needs_weights)
+        source_bytes = sum(file.stat().st_size for file in weight_files(origin))
+    elif (hub := _hub(origin.name)).hub_is_offline() and (
+        cached := hub.cached_offline(origin.name, origin.file)
+    ):
+        checkpoint = open_checkpoint(cached)
+    else:
+        opened = hub.open_repository(origin.name, origin.file, target.parent)
+        checkpoint, listing, is_kept = opened.checkpoint, opened.listing, opened.is_kept
     return Prepared(
-        opened.checkpoint,
+        checkpoint,
         target,
-        quant or chosen_quant(opened.checkpoint),
-        opened.listing,
+        quant or chosen_quant(checkpoint),
+        listing,
         process_bytes=before,
-        is_kept=opened.is_kept,
+        is_kept=is_kept,
         keep_source=keep_source,
+        source_bytes=source_bytes,
         template=template,
     )
 
 
 def _process_bytes() -> dict[str | None, int]:
-    """Memory of a process that runs a model, by the kind of its tokenizer; None for a model without one.
-
-    It has one library of tokenizers at most, and none for a table.
+    """Memory of a process that runs a model, by the kind of its tokenizer, or None: with at most one library
+    of tokenizers.
     """
     trim_heap()
     plain = before = process_memory().current_bytes
-    found: dict[str | None, int] = {None: plain, "byte_pairs": plain}
+    process_bytes: dict[str | None, int] = {None: plain, "byte_pairs": plain}
     for kind in ("sentencepiece", "tokenizers"):
         import_library(kind)
         trim_heap()
         after = process_memory().current_bytes
-        found[kind] = plain + after - before
+        process_bytes[kind] = plain + after - before
         before = after
-    return found
+    return process_bytes
 
 
 def _cached_offline(source: Any) -> Path | None:
-    """The checkpoint of a repository in the hub's cache, for when nothing may be asked; None without one."""
+    """The checkpoint of a repository in the hub's cache, or None. Makes no requests."""
     if util.find_spec("huggingface_hub") is None:
         return None
-    found = find_source(source)
-    if not isinstance(found, Repository):
+    repository = find_source(source)
+    if not isinstance(repository, Repository):
         return None
-    kept: Path | None = _hub(found.name).cached_offline(found.name, found.file)
-    return kept
+    cached: Path | None = _hub(repository.name).cached_offline(repository.name, repository.file)
+    return cached
 
 
 def _hub(repository: str) -> Any:
-    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is too old for it."""
+    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is too old."""
     try:
         from ondevice.converters.hub import opening
     except ImportError as error:
@@ -448,19 +436,19 @@ def _file_sizes(folder: Path) -> Iterable[int]:
 
 
 def _device(path: Path) -> int:
-    """The system's number of the disk that a path is or would be on."""
+    """The device number of the disk of a path, which may not exist yet."""
     return _existing(path).stat().st_dev
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """The path, or its nearest existing parent."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def _no_folder(source: str) -> OndeviceError:
-    """The error of a draft layer's source that is no folder: a file, or a repository's name."""
+    """The error for a draft layer's source that isn't a folder."""
     from ondevice.converters.checkpoints.base import PICKLES
 
     wanted = "--draft-for reads a folder with the authors' config.json and safetensors files"
@@ -472,10 +460,10 @@ def _no_folder(source: str) -> OndeviceError:
 
 
 def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[Path, DraftLayer]:
-    """Add the draft layer in the folder `source` to the bundle of the model that it was trained for.
+    """Add a draft layer to its model's bundle. Returns the bundle's folder and the layer.
 
-    source: a folder with an EAGLE-3 head, or the checkpoint of the model, with a layer that predicts one
-    token more. quant: as `--quant` has it. Returns the bundle's folder and the layer.
+    source: a folder with an EAGLE-3 head, or the model's checkpoint with a multi-token-prediction layer.
+    quant: as `--quant`.
 
     Raises UsageError for bits that a draft layer can't have, UnsupportedModelError for a file,
     ModelNotFoundError, and what `convert_eagle` or `convert_mtp` raises.

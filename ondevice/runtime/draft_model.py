@@ -1,7 +1,6 @@
-"""The second model of `--speculation model`: its bundle, its plan, and its weights in memory.
+"""Models that draft: the second model of `--speculation model`, and a bundle's draft layer.
 
-It is wholly resident beside the target, whose plan counts it. It never decides a token, so it has no options
-of its own: it runs dense, with the target's `--kv-bits`.
+A second model is fully resident, within the target's plan. It runs dense, with the target's `--kv-bits`.
 """
 
 from __future__ import annotations
@@ -13,33 +12,37 @@ from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import prompt_chunk
+from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
 from ondevice.flash.cost_model import UNMEASURED
 from ondevice.flash.reader import FlashReader
+from ondevice.model.draft_layer import load_draft_layer
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
+from ondevice.model.weights import ModelWeights
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import make_backend, memory_model
 from ondevice.runtime.models import find_model
 from ondevice.runtime.neuron_memory import open_neuron_memory
 from ondevice.sparsity.fetch import DEFAULT_FETCH
+from ondevice.speculation.drafters.draft_layer import DraftLayerState
 from ondevice.speculation.drafters.model import DraftModel
 from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
 from ondevice.tokenizer import Tokenizer
 
-MOST_FILLING_PASSES = 16
-"""Most forward passes that fill feed-forward memory at load. Missing weights are then read while drafting."""
+MAX_FILLING_PASSES = 16
+"""Most forward passes to fill feed-forward memory at load. Missing weights are read while drafting."""
 
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """A second model that could be loaded.
+    """A second model, ready to be loaded.
 
-    plan: its own, with everything resident. tokenizers: its own and the target's if their tokens differ.
+    plan: with everything resident. tokenizers: the second model's and the target's, if their tokens differ.
     """
 
     bundle: Bundle
@@ -54,32 +57,30 @@ class ResolvedDraft:
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory of its weights, which it holds from the end of loading on."""
+        """Memory of its weights after loading."""
         return self.plan.resident_weights_bytes + self.plan.segment.bytes_of(self.plan.segment.total)
 
-    def compared(self, own: Tokenizer | None, target: Tokenizer | None) -> ResolvedDraft:
-        """With both models' tokenizers, where these have other vocabularies.
+    def compared(self, tokenizer: Tokenizer | None, target: Tokenizer | None) -> ResolvedDraft:
+        """The model with both tokenizers, if their vocabularies differ.
 
-        Raises UnsupportedModelError if one of the two has none: their tokens can't be compared.
+        Raises UnsupportedModelError if one is missing, so that tokens can't be compared.
         """
-        if own is None or target is None:
+        if tokenizer is None or target is None:
+            missing = "it" if tokenizer is None else "the model"
             raise UnsupportedModelError(
                 f"--draft-model {self.bundle.name}: drafting takes both models' tokenizers, and "
-                f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
+                f"{missing} was converted without one; take --speculation auto"
             )
-        return replace(self, tokenizers=None if same_vocabulary(own, target) else (own, target))
+        return replace(self, tokenizers=None if same_vocabulary(tokenizer, target) else (tokenizer, target))
 
     def within(self, max_context: int) -> ResolvedDraft:
-        """The same model for texts of at most `max_context` tokens."""
+        """The model for texts of at most `max_context` tokens."""
         runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
         return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
 
 
 def open_draft(runtime: RuntimeConfig) -> Bundle:
-    """The bundle `runtime.draft_model`.
-
-    Raises UsageError for none, ModelNotFoundError, BundleError.
-    """
+    """The bundle `runtime.draft_model`. Raises UsageError if it is empty, ModelNotFoundError, BundleError."""
     if not runtime.draft_model:
         raise UsageError(
             "--speculation model needs a second, smaller model: name its bundle with --draft-model, or take "
@@ -92,14 +93,10 @@ def open_draft(runtime: RuntimeConfig) -> Bundle:
 
 
 def plan_draft(bundle: Bundle, runtime: RuntimeConfig, max_context: int) -> ResolvedDraft:
-    """Plan a second model for a target, before tokenizers are read.
+    """Plan the second model `bundle` for a target, before tokenizers are read.
 
-    Args:
-        bundle: The second model.
-        runtime: The target's options, settled.
-        max_context: The target's context in tokens.
-
-    Raises UnsupportedModelError for one with experts.
+    runtime: the target's resolved options. max_context: the target's context in tokens.
+    Raises UnsupportedModelError for a model with experts.
     """
     if bundle.config.experts is not None:
         raise UnsupportedModelError(
@@ -119,23 +116,20 @@ def plan_draft(bundle: Bundle, runtime: RuntimeConfig, max_context: int) -> Reso
 
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
-    """The second model's plan with everything resident. runtime: its own, settled."""
+    """The second model's plan with everything resident. runtime: its resolved options."""
     memory = replace(memory_model(bundle.config, bundle.quant, runtime), drafts_itself=True)
     plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
     return plan.with_budget(plan.full_bytes)
 
 
 def load_draft(
-    resolved: ResolvedDraft, beside: BudgetedBackend, cancelled: IsCancelled = never_cancelled
+    resolved: ResolvedDraft, target_backend: BudgetedBackend, cancelled: IsCancelled = never_cancelled
 ) -> DraftModel:
-    """Load a second model to run on the threads of `beside`, the target's backend.
-
-    Raises what loading raises. `close` gives everything back.
-    """
+    """Load a second model, on the threads of the target's backend. Raises what loading raises."""
     bundle, runtime, plan = resolved.bundle, resolved.runtime, resolved.plan
     with ExitStack() as undo:
         reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
-        backend = make_backend(bundle.config, bundle.quant, runtime, plan, beside)
+        backend = make_backend(bundle.config, bundle.quant, runtime, plan, target_backend)
         undo.callback(backend.close)
         config = bundle.config.within(plan.max_context)
         transformer = Transformer(config, backend, load_weights(bundle, reader, backend, cancelled))
@@ -144,12 +138,33 @@ def load_draft(
         layout = KVLayout(bundle.config, runtime.kv_bits, drafts=True, marks=0)
         kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
         neurons.resize(plan.segment.quota(plan.segment.total))
-        for _ in range(MOST_FILLING_PASSES):
+        for _ in range(MAX_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):
                 break
             transformer.forward([0], kv, "none", cancelled)
             kv.truncate(0)
         reader.trim()
         close = undo.pop_all().close
-    own, target = resolved.tokenizers or (None, None)
-    return DraftModel(transformer, kv, plan.max_context, runtime.prefill_chunk, close, own, target)
+    tokenizer, target = resolved.tokenizers or (None, None)
+    return DraftModel(transformer, kv, plan.max_context, runtime.prefill_chunk, close, tokenizer, target)
+
+
+def open_draft_layer(
+    bundle: Bundle,
+    layer: DraftLayer,
+    runtime: RuntimeConfig,
+    backend: BudgetedBackend,
+    target: ModelWeights,
+    max_context: int,
+    cancelled: IsCancelled,
+) -> DraftLayerState:
+    """Load a bundle's draft layer into its model's backend, with a key/value cache.
+
+    runtime: resolved. target: the model's weights. max_context: tokens of the longest text.
+    Raises what `load_draft_layer` raises.
+    """
+    with FlashReader([bundle.added_file(layer.sidecar.tensors)], runtime.io) as reader:
+        loaded = load_draft_layer(bundle, layer, reader, backend, target, max_context, cancelled)
+    layout = KVLayout(loaded.config, runtime.kv_bits)
+    kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))
+    return DraftLayerState(loaded, kv)

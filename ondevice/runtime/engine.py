@@ -1,13 +1,13 @@
 """A loaded model under its budget: load, generate, logits, fork, set_budget, close.
 
-An engine belongs to the thread that made it and is used there only (`owner.py`). Elsewhere, methods that
-touch its memory raise WrongThreadError. It allocates by the plan of its resolved model (`resolving.py`).
+An engine is used only on the thread that created it (`owner.py`); on others, methods that touch its memory
+raise WrongThreadError. It allocates by the plan of its resolved model (`resolving.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,8 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, UsageError, check_thread, system_refusals
 from ondevice.generate import Event, Generator, Steps
 from ondevice.model.layer_range import LaterLayers
-from ondevice.model.sequence_state import SequenceState
 from ondevice.model.shared_passes import PassRequest, PassResult, no_pass
-from ondevice.runtime.draft_layers import open_draft_layer
-from ondevice.runtime.draft_model import load_draft
+from ondevice.runtime.draft_model import load_draft, open_draft_layer
 from ondevice.runtime.joint_jobs import WAIT, JointJobs
 from ondevice.runtime.loaded_model import LoadedModel
 from ondevice.runtime.opening import open_datastore
@@ -33,12 +31,7 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.runtime.state_binding import prompt_cache_at
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import (
-    MIN_PASS_SECONDS,
-    Target,
-    drafts_with_ngrams,
-    make_drafter,
-)
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, drafts_with_ngrams, make_drafter
 from ondevice.stats import GenerationStats
 
 _ALONE = (
@@ -48,7 +41,7 @@ _ALONE = (
 
 
 class Engine(LoadedModel):
-    """A loaded model. Generations are named by a key; each key keeps a key/value cache between them."""
+    """A loaded model. Each key names a key/value cache that is kept between generations."""
 
     _generator: Generator
     _drafting: Drafting | None = None
@@ -61,17 +54,7 @@ class Engine(LoadedModel):
         between_passes: Callable[[], None] = lambda: None,
         later: LaterLayers | None = None,
     ) -> None:
-        """Load a model.
-
-        Args:
-            resolved: The model, its options and its plan.
-            cancelled: Asked between two pieces of the weights; Cancelled is raised when it holds.
-            fetch: How selected neurons are kept and read.
-            between_passes: Called between forward passes, and may set budgets.
-            later: The layers that other machines run; None where all are here.
-
-        Raises BudgetError before anything is read, and FlashReadError and BundleError for damaged weights.
-        """
+        """Load a model, as `LoadedModel`. between_passes: called between forward passes; may set budgets."""
         self._between_passes = between_passes
         self.joint = JointJobs(resolved.runtime.parallel, PassRequest, self._answered)
         """Runs generations together."""
@@ -110,13 +93,9 @@ class Engine(LoadedModel):
         self.draft_with(runtime.speculation, self._drafting)
 
     def generate(
-        self,
-        key: int | None,
-        prompt: Sequence[int],
-        sampling: SamplingConfig,
-        cancelled: IsCancelled,
+        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
-        """The events of `steps`, whose passes are this text's alone. For measurements."""
+        """The events of `steps`, in unshared passes. For measurements."""
         return self._generator.answered(self.steps(key, prompt, sampling, cancelled))
 
     def steps(
@@ -128,29 +107,31 @@ class Engine(LoadedModel):
         constrained: Constrained | None = None,
         keep: bool = False,
     ) -> Steps[None]:
-        """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it.
+        """Continue `prompt` with the cache of `key`, or with a temporary one.
 
-        In steps: a job for `joint`, which lets generations share passes. keep: as of `StatePool.begin`.
+        A job for `joint`, which lets generations share passes. keep: as in `StatePool.begin`.
         """
         check_thread(self._thread)
         if self.joint.is_leaving:
-            # What a text has read that was just given up can be taken once that has ended.
+            # A cancelled text's prefix can be taken once its job has ended.
             with suppress(Cancelled):
                 yield no_pass(self.kv.new_state(), cancelled)
-        with self._cache_of(key, prompt, keep) as kv, system_refusals():
-            yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
+        with self.kv.begin(key, prompt, keep) as kv:
+            self.grow_weights(kv, len(prompt) + 1)
+            with system_refusals():
+                yield from self._generator.steps(prompt, kv, sampling, cancelled, constrained)
 
     def logits(
         self, tokens: Sequence[int], cancelled: IsCancelled, key: int | None = None
     ) -> Iterator[Float32]:
-        """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache.
+        """Yields the logits (at most `logits_rows`, V) of all tokens, from an empty cache.
 
-        key: a new one, whose cache then holds the tokens. None: none does.
+        key: a new one, whose cache then holds the tokens, or None.
         """
         check_thread(self._thread)
         with self.kv.use(key) as kv:
             try:
-                self.grow_beside(kv, len(tokens))
+                self.grow_weights(kv, len(tokens))
                 with system_refusals():
                     yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
             except Cancelled:
@@ -163,54 +144,51 @@ class Engine(LoadedModel):
             self.kv.fork(source, target)
 
     def save_state(self, key: int, folder: Path, cancelled: IsCancelled) -> Iterator[PassRequest]:
-        """Write the state of the cache of `key` to a folder of its own, and remove other states there.
+        """Write the state of the cache of `key` to a folder, and remove other states there.
 
-        A job for `joint`, which lets the passes of others go between two pieces. Where the cache loses its
-        memory to them, the folder keeps what was written until then.
+        A job for `joint`, which runs other texts' passes between two pieces. If the cache is evicted for
+        them, the folder keeps the pieces written before.
         """
         check_thread(self._thread)
-        self._require_whole()
+        self._require_one_machine()
         store = self._state_at(folder)
         with suppress(Cancelled), self.kv.use(key) as kv, system_refusals():
-            tokens, kept = kv.tokens[: kv.verified], store.names(kv)
+            tokens, names = kv.tokens[: kv.verified], store.names(kv)
             for _ in store.write(kv):
                 yield no_pass(kv, cancelled)
                 if kv.tokens[: len(tokens)] != tokens:
                     break
-                tokens, kept = kv.tokens[: kv.verified], store.names(kv)
-            store.keep_only(kept)
+                tokens, names = kv.tokens[: kv.verified], store.names(kv)
+            store.keep_only(names)
 
     def load_state(
         self, key: int, tokens: Sequence[int], folder: Path, cancelled: IsCancelled
     ) -> Iterator[PassRequest]:
-        """Bring what a folder has of the state behind `tokens` into the cache of `key`.
-
-        A job for `joint`, as of `save_state`.
-        """
+        """Load a folder's part of the state after `tokens` into the cache of `key`. A job for `joint`."""
         check_thread(self._thread)
-        self._require_whole()
+        self._require_one_machine()
         with suppress(Cancelled), self.kv.use(key, stored=True) as kv, system_refusals():
             self.kv.rewind(kv, tokens)
             for _ in self._state_at(folder).restore(kv, tokens, cancelled):
                 yield no_pass(kv, cancelled)
 
-    def _require_whole(self) -> None:
-        """Raises UsageError where other machines have a part of every state."""
+    def _require_one_machine(self) -> None:
+        """Raises UsageError if other machines have a part of every state."""
         if self._later is not None:
             raise UsageError(f"saving and loading a session {_ALONE}")
 
     def step_idle(self) -> bool:
-        """While the model is idle, write a little of what the prompt cache lacks, then read neurons ahead.
+        """A step of idle work: write an unsaved piece to the prompt cache, else read neurons ahead.
 
-        False: nothing more to do.
+        Returns False if there is nothing to do.
         """
         check_thread(self._thread)
         return self.kv.save_next() or self.fill_ahead()
 
     def make_drafting(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Drafting | None:
-        """Make the drafting of this model under the options of `resolved`; None for no drafts.
+        """The drafting of this model under the options of `resolved`, or None. The caller closes it.
 
-        The caller closes it. Raises what loading a second model raises.
+        Raises what loading a second model raises.
         """
         second = None
         if resolved.draft is not None:
@@ -237,26 +215,19 @@ class Engine(LoadedModel):
         )
         drafter = make_drafter(runtime.speculation, target)
         nodes = min(draft_nodes(runtime), widths.nodes)
-        least_seconds = MIN_PASS_SECONDS if runtime.speculation == "auto" else 0.0
+        min_seconds = MIN_PASS_SECONDS if runtime.speculation == "auto" else 0.0
         if drafter is None:
             return None
-        return Drafting(drafter, nodes, least_seconds, widths.branches, runtime.parallel)
+        return Drafting(drafter, nodes, min_seconds, widths.branches, runtime.parallel)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""
         labels = replace(self._generator.labels, speculation=name)
         rows = self._runtime.prefill_chunk
-        # What a drafter reads is waited for, pass after pass.
+        # With taps, every pass is waited for, so that nothing is pipelined.
         if self._later is not None and not (drafting and drafting.taps):
             rows = self._later.prompt_rows(rows, self.transformer.equal_rows, self.plan.offloads_weights)
         self._generator = replace(self._generator, drafting=drafting, labels=labels, prefill_chunk=rows)
-
-    @contextmanager
-    def _cache_of(self, key: int | None, prompt: Sequence[int], keep: bool) -> Iterator[SequenceState]:
-        """A context with the cache of `key`, which holds no more than the beginning of `prompt`."""
-        with self.kv.begin(key, prompt, keep) as kv:
-            self.grow_beside(kv, len(prompt) + 1)
-            yield kv
 
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
         """Answers for `joint`."""
@@ -265,16 +236,16 @@ class Engine(LoadedModel):
         return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
     def _pass_seconds(self) -> float:
-        """Time that prompts' passes should take at most; 0: no limit, as where nothing waits for them.
+        """Longest time in seconds of prompts' passes; 0: no limit.
 
-        Passes of few rows are slow where weights are read for each, from flash or an expert at a time.
+        There is none without other texts, or where few rows are slow, as weights are read for each pass.
         """
         alone = self._runtime.parallel == 1 or self._later is not None
         fixed = self.plan.offloads_weights or self._bundle.config.experts is not None
         return 0.0 if alone or fixed else self._runtime.pass_seconds
 
     def _before_pass(self, batch: ForwardBatch) -> None:
-        # A draft is made from what is in memory, and its pass must find that there.
+        # Not between a draft and its pass, which needs the same weights in memory.
         if not batch.drafted:
             self._between_passes()
         drafting = self._generator.drafting
@@ -282,5 +253,5 @@ class Engine(LoadedModel):
         self.before_pass(batch)
 
     def _forget_texts(self) -> None:
-        """Drop references back to the engine, so that its memory needn't wait for the garbage collector."""
+        """Drop cyclic references, so that memory is freed without the garbage collector."""
         self._generator = self._drafting = None  # type: ignore[assignment]

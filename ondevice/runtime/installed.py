@@ -1,4 +1,4 @@
-"""The bundles in the model folders, whole and unfinished, with what they take of the disk."""
+"""The bundles in the model folders, finished and unfinished, with their sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["whole", "unfinished", "damaged", "unusable"]
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A bundle of the model folders, or the beginning of one."""
+    """A bundle in a model folder, finished or not."""
 
     name: str
     path: Path
@@ -27,24 +27,25 @@ class InstalledModel:
     changed: datetime
     """When it was finished, or last written to."""
     state: State
-    """unusable: of a format or kind that this version doesn't read."""
+    """unusable: of a format or kind that this version can't read."""
     source: str = ""
-    """The checkpoint that it was converted from, as the manifest names it; empty if it names none."""
+    """The source checkpoint's name in the manifest; may be empty."""
     architecture: str = ""
     quantisation: str = ""
     ships: bool = False
-    """True if it belongs to the package, so that it can't be removed."""
+    """Whether it belongs to the package, so that it can't be removed."""
     problem: str = ""
-    """Why it is damaged or unusable."""
+    """The reason for `damaged` or `unusable`."""
 
 
 def installed_models() -> list[InstalledModel]:
-    """What the model folders hold, by name, and then what ships.
-
-    An unfinished conversion comes after the model of its name.
-    """
+    """The models of the model folders by name, then the shipped ones. Unfinished ones follow their name."""
     models = [_inspected(name, path) for name, path in known_models().items()]
-    models += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
+    models += [
+        _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
+        for path in _folders_of(model_home())
+        if path.name.endswith(PARTIAL)
+    ]
     models += [
         _measured(path.name, path, "damaged", problem=f"{MANIFEST} is missing")
         for path in _folders_of(model_home())
@@ -54,24 +55,24 @@ def installed_models() -> list[InstalledModel]:
 
 
 def removable(name: str) -> list[InstalledModel]:
-    """What `remove` would delete of a name: the bundle, its unfinished conversion, or both.
+    """The bundle of a name, its unfinished conversion, or both, for `remove`.
 
     Raises ModelNotFoundError if the folder of converted models has neither, UsageError for a path and for a
-    model that ships.
+    shipped model.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise UsageError(
             f"{name[:80]!a} isn't the name of a model in {model_home()}; `ondevice list` has the names, and "
             "folders elsewhere are yours to delete"
         )
-    found = [model for model in installed_models() if model.name == name]
-    own = [model for model in found if not model.ships]
-    if found and not own:
+    matches = [model for model in installed_models() if model.name == name]
+    removable = [model for model in matches if not model.ships]
+    if matches and not removable:
         raise UsageError(f"{name} ships with the package, so it goes only with the package")
-    if not own:
+    if not removable:
         names = ", ".join(sorted({model.name for model in installed_models() if not model.ships})) or "none"
         raise ModelNotFoundError(f"no model called {name} in {model_home()}, where there are: {names}")
-    return own
+    return removable
 
 
 def _folders_of(home: Path) -> Iterator[Path]:
@@ -96,10 +97,6 @@ def _inspected(name: str, path: Path) -> InstalledModel:
         quantisation=bundle.quant.name,
         ships=ships,
     )
-
-
-def _unfinished(path: Path) -> InstalledModel:
-    return _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
 
 
 def _measured(name: str, path: Path, state: State, ships: bool = False, **facts: str) -> InstalledModel:

@@ -1,8 +1,7 @@
-"""Jobs of an owner thread that run together: each waits for answers, and these come for all at once.
+"""Jobs of an owner thread that run together, with one call that answers all their requests.
 
-A joint job is a generator of items and requests. It runs until it asks for something; once all running jobs
-have asked, one call answers them. Jobs join and leave between two such rounds. This module knows nothing of
-models.
+A joint job is a generator of items and requests. It runs until it yields a request; when all running jobs
+have, one call answers them. Jobs join and leave between two such rounds. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ Cancelled = Callable[[], bool]
 
 
 class Job(Protocol):
-    """What is known of a job: its work, and where its items and its end go."""
+    """A job: its work, and where its items and its end go."""
 
     @property
     def work(self) -> Callable[[Cancelled], Iterator[Any]]: ...
@@ -32,38 +31,37 @@ class JointJobs:
 
     def __init__(
         self,
-        most: int,
+        max_jobs: int,
         request: type,
         answer: Callable[[Sequence[Any]], Sequence[BaseException | Any | None]],
     ) -> None:
         """Args:
-        most: Jobs that may run together.
-        request: The type of requests; everything else that a job yields is an item.
-        answer: Called with the requests of all running jobs, in the order in which these began. Returns an
-            answer for each, which is sent to its job, or raised in it if it is an exception; `WAIT` leaves a
-            job waiting with its request.
+        max_jobs: most jobs that run together.
+        request: the type of requests; everything else that a job yields is an item.
+        answer: called with the requests of all running jobs, oldest job first. Returns an answer for each,
+            which is sent to its job, or raised in it if it is an exception. `WAIT` repeats the request.
         """
-        self.most = most
+        self.max_jobs = max_jobs
         self.running = 0
-        """Number of jobs that run now. Safe from any thread."""
+        """Number of running jobs. Safe from any thread."""
         self._request = request
         self._answer = answer
         self._running: list[_Running] = []
 
     @property
     def is_leaving(self) -> bool:
-        """Whether a job that runs has been cancelled, and so ends before the next round."""
+        """Whether a running job has been cancelled, so that it ends before the next round."""
         return any(one.job.is_cancelled() for one in self._running)
 
     def run(self, first: Job, following: Callable[[], Job | None], between: Callable[[], None]) -> None:
-        """Run `first` and those that join it, until all have ended. Every error goes to the jobs.
+        """Run `first` and jobs that join it, until all have ended. Every error goes to the jobs.
 
-        following: gives the next job that wants to run, or None. between: called between items and rounds.
+        following: returns the next job to run, or None. between: called between items and rounds.
         """
         running = self._running = [_Running(first, self._request)]
         with _ToAll(running):
             while running:
-                while len(running) < self.most and (job := following()) is not None:
+                while len(running) < self.max_jobs and (job := following()) is not None:
                     running.append(_Running(job, self._request))
                 self.running = len(running)
                 for one in list(running):
@@ -76,9 +74,9 @@ class JointJobs:
         self.running = 0
 
     def _take_answers(self, running: list[_Running]) -> None:
-        """Answer the requests. Nothing here holds an answer while the next ones are computed."""
-        asked = [one.request for one in running]
-        for one, answer in zip(running, self._answer(asked) if asked else (), strict=True):
+        """Answer the requests. No answer is kept while the next ones are computed."""
+        requests = [one.request for one in running]
+        for one, answer in zip(running, self._answer(requests) if requests else (), strict=True):
             one.take(answer)
 
 
@@ -87,7 +85,7 @@ class _Wait:
 
 
 WAIT = _Wait()
-"""The answer to a request that is asked again in the next round."""
+"""The answer that repeats a request in the next round."""
 
 
 class _Running:
@@ -96,7 +94,7 @@ class _Running:
     def __init__(self, job: Job, request: type) -> None:
         self.job = job
         self.request: Any = None
-        """What it waits for; None: nothing."""
+        """The unanswered request, or None."""
         self.ended = False
         self._type = request
         self._steps: Generator[Any, Any, None] | None = None
@@ -108,10 +106,10 @@ class _Running:
             self.request, self._answer = None, answer
 
     def advance(self, between: Callable[[], None]) -> None:
-        """Run until the job asks for something or ends."""
+        """Run until the job yields a request or ends."""
         if self.request is not None:
             return
-        with _End(self):
+        with _JobEnd(self):
             item = self._next()
             while not isinstance(item, self._type):
                 self.job.deliver(item)
@@ -130,8 +128,8 @@ class _Running:
         return self._steps.send(answer)
 
 
-class _End:
-    """A context that ends a job where its work ends, with or without an error."""
+class _JobEnd:
+    """A context that ends a job when its work ends, with or without an error."""
 
     def __init__(self, running: _Running) -> None:
         self._running = running
@@ -149,7 +147,7 @@ class _End:
 
 
 class _ToAll:
-    """A context that gives an error of no job in particular to all that run."""
+    """A context that ends all running jobs with an error that belongs to none."""
 
     def __init__(self, running: list[_Running]) -> None:
         self._all = running

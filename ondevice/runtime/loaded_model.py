@@ -1,8 +1,8 @@
 """A loaded model, or a part of one, under its budget: reader, backend, weights, neurons and states.
 
-It belongs to the thread that made it. It allocates by the plan of its resolved model (`resolving.py`), and
-knows nothing of texts: `engine.py` generates them, and on other machines that share the model
-`distributed/layer_server.py` runs layers for one that does.
+It belongs to the thread that created it, and allocates by the plan of its resolved model (`resolving.py`).
+`engine.py` generates texts with it; on other machines that share a model, `distributed/layer_server.py` runs
+its layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadedModel:
-    """What a model consists of once it is loaded. `transformer` runs it."""
+    """The parts of a loaded model. `transformer` runs it."""
 
     kv: StatePool
     transformer: Transformer
@@ -62,10 +62,10 @@ class LoadedModel:
         """Load a model.
 
         Args:
-            resolved: The model, its options and its plan.
-            cancelled: Asked between two pieces of the weights; Cancelled is raised when it holds.
-            fetch: How selected neurons are kept and read.
-            later: The layers that other machines run; None where all are here, or for such a machine.
+            resolved: the model, its options and its plan.
+            cancelled: called between two pieces of the weights; if it holds, Cancelled is raised.
+            fetch: how selected neurons are kept and read.
+            later: the layers that other machines run; None if there are none, or on these machines.
 
         Raises BudgetError before anything is read, and FlashReadError and BundleError for damaged weights.
         """
@@ -76,11 +76,11 @@ class LoadedModel:
         self._thread = threading.get_ident()
         self._bundle, self._runtime, self._later = resolved.bundle, resolved.runtime, later
         self._loaded_bytes = 0
-        """Bytes of weights that are surely in memory, the embedding table aside; 0 until loading ends."""
+        """Bytes of weights certainly in memory, without the embedding table; 0 until loading ends."""
         self._embedding_bytes = 0
         self._neurons: NeuronMemory = NoNeuronMemory()
         self._matrices: MatrixStream | None = None
-        """The matrices of every token where they may come from flash."""
+        """The matrices of every token, if they may come from flash."""
         self._parts = ExitStack()
         """Parts that `close` closes, in reverse order."""
         self._claim = Claim(self._held_bytes)
@@ -104,7 +104,7 @@ class LoadedModel:
         self._backend = make_backend(bundle.config, bundle.quant, runtime, plan)
         self._parts.callback(self._backend.close)
         self.kernel_target = self._backend.target
-        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """The compute target: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         self.transformer = _load_transformer(resolved, self._reader, self._backend, cancelled, later)
         self._parts.callback(self._forget_model)
         if plan.matrices is not None:
@@ -131,11 +131,11 @@ class LoadedModel:
 
     @property
     def feed_forward_bytes(self) -> int:
-        """Bytes of memory that neurons have now."""
+        """Bytes of memory of neurons."""
         return self._neurons.nbytes
 
     def counters(self) -> Counters:
-        """Totals since the engine was made."""
+        """Totals since loading."""
         flash, neurons, backend = self._reader.stats, self._neurons, self._backend
         return Counters(
             ranks=() if self._later is None else self._later.stats(self.rank_stats()),
@@ -155,7 +155,7 @@ class LoadedModel:
         )
 
     def rank_stats(self) -> RankStats:
-        """What this machine has of a model that several share, but for its messages."""
+        """The stats of this machine's part of a shared model, without its messages."""
         config = self._bundle.config
         return RankStats(
             first_layer=config.part.first,
@@ -166,10 +166,10 @@ class LoadedModel:
         )
 
     def fill_ahead(self) -> bool:
-        """While the model is idle, read a few neurons or experts that are likely to be used.
+        """A step of idle work: read a few neurons or experts that are likely to be used.
 
-        False: there is nothing more to do. Neurons are read only if it is known which ones fire: a prompt
-        wants few of them, but most experts.
+        Returns False if there is nothing to do. Neurons are read only if their hotness is known, as a prompt
+        uses few of them.
         """
         check_thread(self._thread)
         wanted = self._bundle.hotness is not None or self._bundle.config.experts is not None
@@ -177,7 +177,7 @@ class LoadedModel:
 
     @property
     def replanned(self) -> Plan:
-        """The plan beside what other models have claimed by now. It may not fit. Safe from any thread."""
+        """The plan with the present claims of other models; it may not fit. Safe from any thread."""
         return replanned(self.plan, self._claim)
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -187,7 +187,7 @@ class LoadedModel:
     def set_plan(self, plan: Plan, emptied: bool = False) -> None:
         """Keep to another plan of the same model. Raises BudgetError, and changes nothing, if it doesn't fit.
 
-        emptied: neurons start with as little memory as works, as after loading.
+        emptied: whether neurons start with the least memory, as after loading.
         """
         check_thread(self._thread)
         plan = self._claim.promise(plan, self._bundle.name)
@@ -196,7 +196,7 @@ class LoadedModel:
         self._keep_to(plan)
 
     def shift_budget(self, budget_bytes: int) -> bool:
-        """Keep to a budget up to the user's, for memory pressure. False: other models have taken the rest."""
+        """Keep to a budget up to the user's. Returns False if other models have claimed the memory."""
         check_thread(self._thread)
         plan = self.plan.with_budget(budget_bytes)
         if not self._claim.follow(plan):
@@ -205,18 +205,18 @@ class LoadedModel:
         return True
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
-        self._loaded_bytes = 0  # Nothing is surely in memory from here on.
+        """Free everything. Idempotent."""
+        self._loaded_bytes = 0  # From here on, no weights are certainly in memory.
         self._parts.close()
         self._neurons = NoNeuronMemory()
         self._backend = self._quota = None  # type: ignore[assignment]
 
     def _forget_model(self) -> None:
-        """Drop references back to the model, so that its memory needn't wait for the garbage collector."""
+        """Drop cyclic references, so that memory is freed without the garbage collector."""
         self.transformer = None  # type: ignore[assignment]
 
-    def grow_beside(self, kv: SequenceState, tokens: int) -> None:
-        """Give neurons the memory that `tokens` tokens in kv will leave."""
+    def grow_weights(self, kv: SequenceState, tokens: int) -> None:
+        """Give weights the memory that `tokens` tokens in kv will leave."""
         if self._later is not None:
             self._later.expect(kv, tokens)
         grown = max(0, kv.layout.nbytes(min(tokens, self.plan.max_context)) - kv.nbytes)
@@ -241,7 +241,7 @@ class LoadedModel:
             self._reader.trim()
 
     def _held_bytes(self) -> int:
-        """Bytes that are surely in memory; 0 until loading ends. Safe from any thread."""
+        """Bytes that are certainly in memory; 0 until loading ends. Safe from any thread."""
         if not self._loaded_bytes:
             return 0
         held = self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + self._neurons.filled_bytes
@@ -249,13 +249,13 @@ class LoadedModel:
 
 
 def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
-    """A reader of the model's files, and the costs of its reads: measured where neurons are selected."""
+    """A reader of the model's files, and the costs of its reads, measured if neurons are selected."""
     bundle, runtime, segment = resolved.bundle, resolved.runtime, resolved.plan.segment
     files = bundle_files(bundle, runtime.sparsity, resolved.runs_streams)
     of_experts = bundle.config.experts is not None
     if of_experts or not isinstance(segment, SlotShape):
-        # Large reads need few at once. Experts arrive while others are multiplied, which one thread disturbs
-        # less than many.
+        # Large reads need few threads. Experts arrive while others are multiplied, which one thread disturbs
+        # less than several.
         return FlashReader(files, runtime.io, ring=of_experts), UNMEASURED
     costs = device_costs([bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)])
     threads = min(FETCH_DEPTH, costs.threads(segment.slot_bytes))
@@ -263,7 +263,7 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
 
 
 def _open_matrices(shape: MatrixShape, backend: BudgetedBackend, reader: FlashReader) -> MatrixStream:
-    """The matrices of every token, which come from flash as passes need them."""
+    """The stream of the matrices of every token from flash."""
     assert isinstance(backend, CpuBackend)
     return MatrixStream(
         backend.streamed,

@@ -1,4 +1,4 @@
-"""The files of a checkpoint on this disk, and how a GGUF file goes once its bundle is verified."""
+"""The files of a checkpoint on this disk, and the removal of a GGUF file after its bundle is verified."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ondevice.runtime.repository import Repository
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 _PART = re.compile(r"(.+-)\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
-"""A GGUF file that is part of a model: the groups are what all its parts have in common."""
+"""Name of a GGUF file that is part of a model; all parts share the groups."""
 _KEPT = "the source is kept"
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights: of a GGUF file in parts all parts that are there."""
+    """The files of a checkpoint's weights; for a GGUF file in parts, all parts that exist."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS and file.is_file())
     part = _PART.fullmatch(path.name)
@@ -36,7 +36,7 @@ def weight_files(path: Path) -> list[Path]:
 class RemovableSource:
     """A GGUF file of this disk with all its parts.
 
-    stamps: what the system says of each file, by which it is told from another one in its place.
+    stamps: paths, and file-system metadata by which a replaced file is noticed.
     """
 
     stamps: tuple[tuple[Path, tuple[int, ...]], ...]
@@ -47,10 +47,10 @@ class RemovableSource:
         return [path for path, _ in self.stamps]
 
     def remove(self, bundle: Path, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Delete the files, after every byte of the bundle that was made from them is compared with its hash.
+        """Delete the files, after all bytes of their bundle are verified.
 
-        on_progress: called with (bytes read, bytes in all). Raises BundleError if the bundle is damaged,
-        OndeviceError if a file has changed since or can't be deleted; the files that are left are named.
+        on_progress: called with (bytes read, total bytes). Raises BundleError if the bundle is damaged,
+        OndeviceError if a file has changed or can't be deleted.
         """
         try:
             verify(bundle, _native.crc32c, on_progress)
@@ -72,9 +72,9 @@ class RemovableSource:
 
 
 def removable_source(source: str | os.PathLike[str]) -> RemovableSource:
-    """The source of a conversion, if it may be deleted later. Deletes nothing.
+    """The source of a conversion that may be deleted later. Deletes nothing.
 
-    Raises UsageError for what isn't a GGUF file of this disk, and for a link to one; ModelNotFoundError.
+    Raises UsageError unless it is a GGUF file of this disk and no link, and ModelNotFoundError.
     """
     path = find_source(source)
     if isinstance(path, Repository):
@@ -110,7 +110,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Device, number, size in bytes and time of change; empty if there is no such file."""
+    """Device, inode, size in bytes and time of change; empty if the file is missing."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The budget below which `auto` takes other modes."""
+"""The budget below which `auto` chooses other modes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ondevice.runtime.resolving import ResolvedModel
 
 @dataclass(frozen=True)
 class ModeChange:
-    """The modes that `auto` takes below `budget_bytes`, other than the current ones."""
+    """The modes that `auto` chooses below `budget_bytes`."""
 
     budget_bytes: int
     """The smallest budget that keeps the current modes."""
@@ -18,20 +18,19 @@ class ModeChange:
 
 
 def mode_change(resolved: ResolvedModel) -> ModeChange | None:
-    """The nearest budget below a model's own at which `auto` takes other modes, such as dense for exact.
+    """The largest smaller budget at which `auto` chooses other modes, with the process's present memory.
 
-    The process's memory is taken as it is now. None where the options name the modes, where no budget that
-    surely works changes them, and where the model doesn't fit now.
+    None if the options name the modes, if no budget that works changes them, or if the model doesn't fit.
     """
     if resolved.under is None or not resolved.plan.fits:
         return None
-    least_bytes = resolved.frugal.plan.minimum_budget_bytes
-    # Only at these budgets does a plan begin to fit, or to hold every weight: with the default context, and
-    # with the least one.
-    choices = [it.plan for it in (*resolved.alternatives, *resolved.under(least_bytes).alternatives)]
+    min_bytes = resolved.smallest_plan.plan.minimum_budget_bytes
+    # Only at these budgets a plan begins to fit, or to hold every weight, with the default context or the
+    # shortest one.
+    choices = [it.plan for it in (*resolved.alternatives, *resolved.under(min_bytes).alternatives)]
     limits = {it.least_budget_bytes for it in choices} | {it.resident_budget_bytes for it in choices}
     for limit in sorted(limits, reverse=True):
-        if not least_bytes < limit <= resolved.plan.budget_bytes:
+        if not min_bytes < limit <= resolved.plan.budget_bytes:
             continue
         below = resolved.under(limit - 1).runtime
         if (below.sparsity, below.speculation) != (resolved.runtime.sparsity, resolved.runtime.speculation):

@@ -1,7 +1,7 @@
-"""Finds the folder of a model by its name, and tells which modes the model can have.
+"""Finds the folder of a model by its name, and the modes that the model can have.
 
-A name is a path, a folder under the model folders, or an alias. Looking it up downloads nothing: an error
-for an unknown name has the `convert` line that makes the model.
+A name is a path, a folder in the model folders, or an alias. Nothing is downloaded: the error for an unknown
+name has the `convert` line for the model.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ from ondevice.bundle.sidecar import NO_PREDICTORS, NO_SIDECARS, no_streams
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.config import RuntimeConfig, Sparsity
-from ondevice.errors import (
-    BundleError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    UsageError,
-)
-from ondevice.model_config import WHOLE, ZEROING_NAMES, ExpertsSpec, ModelConfig
+from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
+from ondevice.model_config import FULL_MODEL, ZEROING_NAMES, ExpertsSpec, ModelConfig
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
@@ -71,7 +66,7 @@ ALIASES = {
 """Short names of public checkpoints; the last one has ReLU-sparse feed-forward layers."""
 
 SHOWN_CHARS = 80
-"""Most characters of an impossible name that an error shows."""
+"""Most characters of an invalid name in an error."""
 
 
 class ConversionProgress(Protocol):
@@ -79,7 +74,7 @@ class ConversionProgress(Protocol):
 
     @property
     def step(self) -> str:
-        """The file being made."""
+        """The file being written."""
 
     @property
     def done_bytes(self) -> int: ...
@@ -92,11 +87,11 @@ class ConversionProgress(Protocol):
 
     @property
     def remaining_seconds(self) -> float | None:
-        """None while it can't be estimated."""
+        """The estimate, or None if there is none yet."""
 
 
 def model_home() -> Path:
-    """The folder that converted models live in: `ONDEVICE_HOME`, else the platform's data folder."""
+    """The folder of converted models: `ONDEVICE_HOME`, else in the platform's data folder."""
     home = os.environ.get("ONDEVICE_HOME")
     if home:
         return Path(home).expanduser()
@@ -106,17 +101,17 @@ def model_home() -> Path:
 
 
 def shipped_folder() -> Path:
-    """The folder of models that ship: the installed `weights/`, or the one beside a source tree's package."""
+    """The folder of shipped models: the installed `weights/`, or that of the source tree."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "weights"
     return installed if installed.is_dir() else package.parent / "weights"
 
 
 def find_model(name: str | os.PathLike[str] | None = None) -> Path:
-    """The bundle folder that `name` means; without a name, the model that ships.
+    """The bundle folder of `name`; without a name, the shipped model.
 
-    Raises ModelNotFoundError with the `ondevice convert` line that would make it, UsageError for no name, and
-    what `file_start` raises for a file that can't be converted.
+    Raises ModelNotFoundError with the `ondevice convert` line for it, UsageError for an empty name, and what
+    `file_start` raises for a file that can't be converted.
     """
     if name is None:
         return _shipped_model()
@@ -128,7 +123,7 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
 
 
 def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
-    """The folder for a checkpoint's bundle: `output`, else `default_output`. Raises what these raise."""
+    """The folder for a checkpoint's bundle: `output`, else `default_output`, whose errors it raises."""
     return default_output(source) if output is None else output_path(output)
 
 
@@ -138,9 +133,9 @@ def output_path(output: object) -> Path:
 
 
 def default_output(source: str | os.PathLike[str]) -> Path:
-    """The default folder for a checkpoint's bundle: named after the source, where `find_model` finds it.
+    """The default folder for a checkpoint's bundle: named after the source, in `model_home`.
 
-    Raises UsageError for a source without a name, ModelNotFoundError for one that nothing can have.
+    Raises UsageError for a source without a name, ModelNotFoundError for an invalid name.
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     with _lookups(text):
@@ -154,7 +149,7 @@ def default_output(source: str | os.PathLike[str]) -> Path:
 
 
 def _path_text(value: object, what: str) -> str:
-    """A path as text. Raises UsageError for a value of another type; `what` says what it must be."""
+    """A path as text. Raises UsageError, which begins with `what`, for a value of another type."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"{what}, not {value!r}")
@@ -177,7 +172,7 @@ def _find_model(text: str, is_path: bool) -> Path:
     is_here = (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or repository is None))
     if is_path or is_here:
         return _checked_path(path)
-    # A folder here that is no bundle, such as a checkpoint, isn't what a bare name means.
+    # A bare name means a model, even if a folder here that isn't a bundle has the same name.
     folder_name = text if repository is None else repository.bundle_name
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
@@ -191,22 +186,22 @@ def _find_model(text: str, is_path: bool) -> Path:
 
 
 def _check_repository(folder: Path, repository: Repository) -> None:
-    """Raises ModelNotFoundError if a bundle was made from another repository, or another file of it."""
+    """Raises ModelNotFoundError if a bundle comes from another repository, or another file of it."""
     try:
         source = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
     except (BundleError, UnsupportedModelError):
         return
-    found = converted_from(source)
-    if found is not None and not found.is_same(repository):
+    origin = converted_from(source)
+    if origin is not None and not origin.is_same(repository):
         other = folder.with_name(repository.full_bundle_name)
         raise ModelNotFoundError(
-            f"{folder} was made from {found}, not from {repository}. To have both: "
+            f"{folder} was made from {origin}, not from {repository}. To have both: "
             f"{convert_line(str(repository), other)}; then the model's name is {other.name}"
         )
 
 
 def known_models() -> dict[str, Path]:
-    """The bundles in the model folders, by name: converted ones, then what ships.
+    """The bundles in the model folders, by name: converted ones, then shipped ones.
 
     Of two with one name, the one that `find_model` returns.
     """
@@ -217,10 +212,11 @@ def known_models() -> dict[str, Path]:
 
 
 def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path | Repository:
-    """The checkpoint to convert: a path, or the repository that an id or an alias means. Downloads nothing.
+    """The checkpoint to convert: a path, or the repository of an id or an alias. Downloads nothing.
 
-    Raises ModelNotFoundError if there is no such path, or a repository can't be read (`offline`, no
-    `huggingface_hub`); UnsupportedModelError for one file of a repository; UsageError for no name.
+    Raises ModelNotFoundError if the path is missing, or a repository can't be read (`offline`, no
+    `huggingface_hub`); UnsupportedModelError for a file of a repository that isn't GGUF; UsageError for an
+    empty name.
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     if not text:
@@ -254,7 +250,7 @@ def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path |
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """True for a folder that looks like a checkpoint or has one in a file, whether it converts or not."""
+    """Whether a folder looks like a checkpoint, or has one in a file."""
     return path.is_dir() and (
         (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
     )
@@ -317,7 +313,7 @@ NOTHING_DAMAGED: Mapping[str, BundleError] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class SparsityMode:
-    """A sparsity mode, with `available` True if a model can run in it, and the reason."""
+    """A sparsity mode, whether a model can run in it, and the reason."""
 
     name: str
     available: bool
@@ -325,15 +321,13 @@ class SparsityMode:
 
 
 def sparsity_modes(
-    config: ModelConfig,
-    predictors: Predictors | None,
-    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
+    config: ModelConfig, predictors: Predictors | None, damaged: Mapping[str, BundleError] = NOTHING_DAMAGED
 ) -> tuple[SparsityMode, ...]:
-    """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
+    """Every sparsity mode, and whether this model can have it. damaged: sidecars, as in a Bundle."""
     if config.experts is not None:
         return _modes_of_experts(config.experts)
-    relu, least = config.zeros_gates, config.feed_forward.threshold
-    limit = f"{least:.4g}" if least else "zero"
+    relu, threshold = config.zeros_gates, config.feed_forward.threshold
+    limit = f"{threshold:.4g}" if threshold else "zero"
     cut = len(config.cut_off_layers)
     exact = (
         f"only neurons whose gate is above {limit}; the same text as dense"
@@ -366,7 +360,7 @@ def sparsity_modes(
 def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
     """The modes of a model with experts."""
     chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
-    if _least_chosen(experts) < experts.chosen:
+    if _min_chosen(experts) < experts.chosen:
         chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
         chosen += ": fewer, and not the same text"
     return (
@@ -377,29 +371,29 @@ def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
     )
 
 
-def _least_chosen(experts: ExpertsSpec) -> int:
-    """The fewest experts that a token can choose. A sparsemixer's weights are defined for two alone."""
+def _min_chosen(experts: ExpertsSpec) -> int:
+    """Smallest number of a token's experts. A sparsemixer's weights are defined for exactly two."""
     return experts.chosen if experts.scoring == "sparsemixer" else 1
 
 
 def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
-    """The model with `chosen` experts for each token, those with the highest scores; 0 for its own number.
+    """The config with `chosen` experts for each token, those with the highest scores; 0: unchanged.
 
-    Raises UsageError for more than its own, UnsupportedModelError for a model without experts and for a
-    sparsemixer.
+    Raises UsageError for more than the model's number, UnsupportedModelError for a model without experts and
+    for a sparsemixer.
     """
     experts = config.experts
     if not chosen or (experts is not None and chosen == experts.chosen):
         return config
     if experts is None:
         raise UnsupportedModelError(f"--experts {chosen} isn't possible with this model: it has no experts")
-    least = _least_chosen(experts)
-    if not least <= chosen < experts.chosen:
-        if least == 1:
+    min_chosen = _min_chosen(experts)
+    if not min_chosen <= chosen < experts.chosen:
+        if min_chosen == 1:
             raise UsageError(f"--experts {chosen}: each token of this model chooses 1 to {experts.chosen}")
         raise UnsupportedModelError(
-            f"--experts {chosen} isn't possible with this model: it can have {least} alone, as its router is "
-            "a sparsemixer"
+            f"--experts {chosen} isn't possible with this model: it can have {min_chosen} alone, as its "
+            "router is a sparsemixer"
         )
     layers = (replace(it, experts=it.experts and replace(it.experts, chosen=chosen)) for it in config.layers)
     part = config.part
@@ -408,11 +402,9 @@ def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
     return replace(config, layers=tuple(layers), part=part)
 
 
-def of_part(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
-    """The options of a model for a part of it, which may have none of the layers whose gates are exact
-    zeros: dense gives what `exact` gives there.
-    """
-    if config.part != WHOLE and runtime.sparsity == "exact" and not config.has_exact_zeros:
+def for_slice(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
+    """The options for a slice: `dense` for `exact` if none of its layers has exact zeros."""
+    if config.part != FULL_MODEL and runtime.sparsity == "exact" and not config.has_exact_zeros:
         return replace(runtime, sparsity="dense")
     return runtime
 
@@ -420,8 +412,7 @@ def of_part(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
     """The modes that `auto` chooses from, in order of preference. All of them are exact.
 
-    What MLX does to the bits where a cutoff's zeros are skipped isn't measured, and no budget may change a
-    text.
+    Not `exact` on MLX with a cutoff: it isn't measured whether skipping its zeros changes bits.
     """
     if config.experts is not None:
         return ["experts"]
@@ -430,9 +421,9 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
 
 
 def operating_point(runtime: RuntimeConfig, predictors: Predictors | None) -> OperatingPoint | None:
-    """The operating point of `predicted` that the options choose; None in other modes.
+    """The operating point of `predicted`; None in other modes.
 
-    Raises UnsupportedModelError for one that was never measured.
+    Raises UnsupportedModelError for one that wasn't measured.
     """
     if runtime.sparsity == "predicted" and predictors is not None:
         return predictors.point(runtime.predictor_recall)
@@ -448,12 +439,12 @@ def check_runtime(
     ngrams: Ngrams | None = None,
     draft_layers: Mapping[str, DraftLayer | None] = MappingProxyType({}),
 ) -> None:
-    """Refuse what this model or this version can't do before anything is loaded.
+    """Check the options before anything is loaded.
 
-    Raises UnsupportedModelError for a sparsity or speculation mode, BundleError for one whose files are
-    damaged, BackendUnavailableError for a backend.
+    Raises UnsupportedModelError for a sparsity or speculation mode that the model can't have, BundleError for
+    one with damaged files, BackendUnavailableError for a backend.
     """
-    for mode, key, asked in (
+    for mode, key, is_used in (
         (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
         *(
@@ -461,7 +452,7 @@ def check_runtime(
             for key in ("ngrams", "eagle", "mtp")
         ),
     ):
-        if asked and key in damaged:
+        if is_used and key in damaged:
             raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
     modes = {mode.name: mode for mode in sparsity_modes(config, predictors)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:

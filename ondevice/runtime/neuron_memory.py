@@ -1,4 +1,4 @@
-"""Memory for a loaded model's neurons: the object that holds them, and the quota that the plan allows it."""
+"""Memory for a loaded model's neurons, and its quota by the plan."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from ondevice.units import trim_heap
 
 
 class NeuronMemory(Protocol):
-    """The memory that holds a model's neurons and feeds them to its layers.
+    """The memory that holds a model's neurons and provides them to its layers.
 
-    It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, an ExpertFetcher in models
+    It is a SegmentPool in dense mode, a NeuronFetcher if neurons are selected, an ExpertFetcher in models
     with experts, within WholeExperts for `mlx`, and NoNeuronMemory for a backend that holds every neuron
     itself.
     """
@@ -46,46 +46,37 @@ class NeuronMemory(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory for neurons, filled or not."""
-        ...
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that neurons are sure to hold. Safe from any thread."""
-        ...
+        """Bytes that certainly hold neurons. Safe from any thread."""
 
     @property
     def lookups(self) -> int:
-        """Neurons that passes have multiplied, counted once per pass and layer."""
-        ...
+        """Number of multiplied neurons, counted once per pass and layer."""
 
     @property
     def hits(self) -> int:
-        """Lookups whose neuron was in memory when the pass came to its layer."""
-        ...
+        """Number of lookups whose neuron was in memory before the layer."""
 
     @property
     def times(self) -> PassTimes:
-        """Seconds that passes have waited for neurons and managed their memory."""
-        ...
+        """Seconds of waiting for neurons, and of managing their memory."""
 
     @property
     def prefetching(self) -> PrefetchQuality: ...
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments, divided as the plan's shape divides it."""
-        ...
+        """Keep to a quota of segments, as `quota` of the plan's segments."""
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Allow each layer that many segments of neurons that aren't an expert's, as `Plan.dense_quota`."""
-        ...
+        """Keep to a quota of segments of each layer's dense part, as `Plan.dense_quota`."""
 
     def fill(self) -> bool:
-        """Read a little ahead while the model is idle. Returns False if there is nothing more to read."""
-        ...
+        """Read a little ahead while the model is idle. Returns False if there is nothing to read."""
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
-        ...
 
 
 class NoNeuronMemory:
@@ -117,16 +108,16 @@ def open_neuron_memory(
     options: FetchOptions,
     cancelled: IsCancelled = never_cancelled,
 ) -> NeuronMemory:
-    """Make the neuron memory of a model by its plan. It has no segments yet but `Plan.dense_segments`.
+    """The neuron memory of a model by its plan, empty except `Plan.dense_segments`.
 
     Args:
-        bundle: The model.
-        plan: Its plan.
-        backend: The backend that has loaded its layers.
-        reader: Reads the bundle's files.
-        costs: The costs of that reader's reads.
-        options: How selected neurons are kept and read.
-        cancelled: Asked between two pieces of the neurons that are read now.
+        bundle: the model.
+        plan: its plan.
+        backend: the backend that has loaded its layers.
+        reader: reads the bundle's files.
+        costs: the costs of that reader's reads.
+        options: how selected neurons are kept and read.
+        cancelled: called between two pieces of neurons.
 
     Raises FlashReadError, MemoryError, and Cancelled if `cancelled()` holds.
     """
@@ -165,14 +156,14 @@ def _expert_memory(
     options: FetchOptions,
     cancelled: IsCancelled,
 ) -> NeuronMemory:
-    """`open_neuron_memory` of a model with experts."""
+    """`open_neuron_memory` for a model with experts."""
     config, segment, layers = bundle.config, plan.segment, backend.feed_forwards
     assert isinstance(segment, SlotShape)
     with ExitStack() as undo:
         dense = None
         if plan.dense is not None:
             dense = segment_pool(backend, reader, plan.dense, plan.buffers)
-            # Pool and layers refer to each other, so only `close` frees what it holds at once.
+            # Pool and layers refer to each other, so only `close` frees memory at once.
             undo.callback(dense.close)
             dense.resize(plan.dense_quota)
             if not dense.hold(cancelled):
@@ -199,7 +190,7 @@ def _expert_memory(
 def segment_pool(
     backend: BudgetedBackend, reader: FlashReader, segments: SegmentShape, buffers: BufferShape
 ) -> SegmentPool:
-    """Provides a loaded model's layers with neurons in these segments, read through these buffers."""
+    """A pool that provides a backend's layers with neurons."""
     return SegmentPool(
         backend.feed_forwards,
         reader,
@@ -211,7 +202,7 @@ def segment_pool(
 
 
 def _expert_shares(bundle: Bundle) -> list[Float32] | None:
-    """For each layer with experts, (E,) share of the calibration's tokens that chose each."""
+    """For each layer with experts, (E,) share of calibration tokens that chose each expert, or None."""
     use, counts = bundle.expert_use, bundle.expert_counts()
     return None if use is None or counts is None else list(counts.astype(np.float32) / use.tokens)
 
@@ -219,8 +210,8 @@ def _expert_shares(bundle: Bundle) -> list[Float32] | None:
 class WeightQuota:
     """The quota of a model's weights: units of matrices, then segments of neurons.
 
-    The plan allows what keys and values and scratch memory leave. Forward passes fill it. Wide passes take
-    scratch memory from weights; decoding gives it back.
+    It is the plan's memory without keys, values and scratch memory. Forward passes fill it. Wide passes take
+    scratch memory from weights, and decoding gives it back.
     """
 
     def __init__(
@@ -232,11 +223,11 @@ class WeightQuota:
         keep: bool,
     ) -> None:
         """Args:
-        neurons: The memory that gets the segments.
-        matrices: The memory that gets the units; None where matrices always stay.
-        backend: The backend, which holds scratch memory.
-        plan: The model's plan.
-        keep: True if neurons may stay in memory after the pass that read them.
+        neurons: the memory of segments.
+        matrices: the memory of units; None if matrices are always resident.
+        backend: holds the scratch memory.
+        plan: the model's plan.
+        keep: whether neurons may stay in memory after a pass.
         """
         self._neurons = neurons
         self._matrices = matrices
@@ -244,45 +235,45 @@ class WeightQuota:
         self._plan = plan
         self._keep = keep
         self._pass_tokens = DECODE_TOKENS
-        """Tokens of the widest pass whose scratch memory is held."""
+        """Tokens of the widest pass with allocated scratch memory."""
         self._held = Held(0, 0)
-        """The units and segments that the plan allows now."""
+        """The present quota of units and segments."""
 
     @property
     def segments(self) -> int:
-        """Segments within the quota now."""
+        """Present quota of segments."""
         return self._held.segments
 
     @property
     def holds_draft(self) -> bool:
-        """Whether the matrices that a draft's pass needs are within the quota now."""
+        """Whether the matrices for a draft's pass are within the present quota."""
         shape = self._plan.matrices
         return shape is None or self._held.units >= shape.draft_units
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
-        """Allocate what a plan allows beside `kv_bytes` of keys and values."""
+        """Allocate a plan's quota with `kv_bytes` of keys and values."""
         self._plan = plan
         self._neurons.keep_dense(plan.dense_quota)
         self._allocate(self._room(kv_bytes))
 
     def clear(self) -> None:
-        """Shrink to the fewest weights that work."""
+        """Shrink to the smallest quota that works."""
         self._allocate(Held(0, self._plan.segment.least))
 
     def grow(self, kv_bytes: int) -> None:
-        """Take the memory that keys and values of `kv_bytes` will leave."""
+        """Grow to the memory that `kv_bytes` of keys and values leave."""
         room = self._room(kv_bytes)
         if room > self._held:
             self._allocate(room)
 
     def yield_to(self, kv_bytes: int) -> None:
-        """Give up the weights that keys and values of `kv_bytes` leave no room for."""
+        """Shrink to the memory that `kv_bytes` of keys and values leave."""
         room = self._room(kv_bytes)
         if room < self._held:
             self._allocate(room)
 
     def before_pass(self, tokens: int, kv_bytes: int) -> None:
-        """Make room for a pass over `tokens` tokens: a wide one takes memory, decoding gives it back."""
+        """Make room for a pass over `tokens` tokens. A wide one takes memory, decoding gives it back."""
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self.yield_to(kv_bytes)
@@ -293,7 +284,7 @@ class WeightQuota:
             self._allocate(self._room(kv_bytes))
 
     def _room(self, kv_bytes: int) -> Held:
-        """Weights that fit beside `kv_bytes` of keys and values. More bytes never compare as less."""
+        """The quota with `kv_bytes` of keys and values. Larger quotas compare as greater."""
         return self._plan.held_beside(kv_bytes, self._pass_tokens)
 
     def _allocate(self, held: Held) -> None:

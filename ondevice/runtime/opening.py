@@ -1,4 +1,4 @@
-"""Reads what a model needs before it is planned: its sidecars, checked for damage, and its tokenizer."""
+"""Reads the parts of a bundle that planning needs: sidecars, checked for damage, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ondevice.units import trim_heap
 
 
 def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """The bundle, without damaged ones of the sidecars that the options use. Reads their tensors to check."""
+    """The bundle without damaged sidecars, of those that the options use. Reads their tensors."""
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
         (STREAMS_SIDECAR, runs_streams(runtime.speculation, bundle.streams)),
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
-    whole = None
+    last = None
     # Without a damaged layer, `auto` takes the other one.
-    while bundle is not whole and (layer := used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)):
-        whole, bundle = bundle, without_damage(bundle, layer.sidecar, _native.crc32c)
+    while bundle is not last and (layer := used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)):
+        last, bundle = bundle, without_damage(bundle, layer.sidecar, _native.crc32c)
     if drafts_with_ngrams(runtime.speculation, bundle.ngrams):
         try:
             open_datastore(bundle, runtime).close()
@@ -38,13 +38,13 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
 
 
 def open_datastore(bundle: Bundle, runtime: RuntimeConfig) -> Datastore:
-    """Open the bundle's datastore and read its index. Raises FlashReadError, or BundleError."""
+    """The bundle's datastore, with its index read. Raises FlashReadError or BundleError."""
     assert bundle.ngrams is not None
     return Datastore(bundle.added_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, runtime.io)
 
 
 def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
-    """Warnings of damaged sidecars that the options would otherwise use."""
+    """Warnings about damaged sidecars that the options would otherwise use."""
     may_use = {
         "predictors": runtime.sparsity == "auto",
         "hotness": runtime.sparsity != "dense",
@@ -58,11 +58,10 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
-def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
-    """The speculation, with `auto` settled where this is possible.
+def resolved_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
+    """The speculation, with `auto` resolved as far as possible.
 
-    `auto` means `off` where drafts could change texts, `model` if a draft model is named, and otherwise stays
-    `auto`.
+    `auto` becomes `off` where drafts could change texts, and `model` if a draft model is named.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
@@ -72,7 +71,7 @@ def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculat
 
 
 def tokenizer_bytes(bundle: Bundle) -> int:
-    """Most memory that `open_tokenizer` takes at its peak. Raises BundleError for a file that is gone."""
+    """Upper bound of `open_tokenizer`'s peak memory. Raises BundleError for a missing file."""
     info = bundle.manifest.tokenizer
     if info.kind is None or info.file is None:
         return 0
@@ -80,7 +79,7 @@ def tokenizer_bytes(bundle: Bundle) -> int:
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
+    """The bundle's tokenizer, or None. Raises BundleError for a damaged or hostile file."""
     info = bundle.manifest.tokenizer
     if info.kind is None or info.file is None:
         return None
@@ -89,6 +88,6 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
         info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
     )
     del data
-    # Freed memory of the parser would count as the process's own.
+    # The parser's freed memory would count as the process's.
     trim_heap()
     return tokenizer

@@ -1,8 +1,8 @@
 """The one thread that does a model's work: any thread submits jobs and gets their items and errors.
 
-A job is a generator. Jobs run on the owner thread in order of arrival, each from its first item to its last:
-one at a time, but for joint ones (`joint_jobs.py`), which run with those that follow them. A job never waits
-for its consumer; urgent calls run between its items. This module knows nothing of models.
+A job is a generator. Jobs run on the owner thread in order of arrival, one at a time, except joint ones
+(`joint_jobs.py`), which run together. A job never waits for its consumer; urgent calls run between its items.
+This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDLE_SECONDS = 0.005
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
-"""Asks whether the consumer has cancelled; safe from any thread."""
+"""Returns whether the consumer has cancelled; safe from any thread."""
 
 
 class _End:
@@ -37,8 +37,7 @@ class _End:
 class _Job:
     """Work and where its items go. Leaving its context delivers the end, with or without an error.
 
-    kind: `joint` jobs run with others, where the owner has `run_jointly`. `brief` ones may run between two of
-    their rounds.
+    kind: `joint` jobs run with others, after `run_jointly`. `brief` ones may run between two of their rounds.
     """
 
     def __init__(
@@ -78,18 +77,18 @@ class _Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # Every exception, SystemExit included, goes to the consumer; this thread goes on.
+        # Every exception, including SystemExit, goes to the consumer; this thread goes on.
         self.end(error)
         return True
 
 
 class OwnerThread(Generic[T]):
-    """Starts at the first job and ends with `close()`, at the latest when this object is collected.
+    """A thread that starts at the first job and ends with `close()`, or when this object is collected.
 
-    A child of fork() has the object and not the thread: there, asking for work raises OndeviceError.
+    A child of fork() has the object without the thread; there, submitting work raises OndeviceError.
 
-    kept: after its last job the thread waits for the next owner instead of ending. This is for work that
-    leaks something for every thread that it ever ran on.
+    kept: whether the thread waits for the next owner instead of ending, for work that leaks memory for every
+    thread.
     """
 
     def __init__(self, name: str, kept: bool = False) -> None:
@@ -103,12 +102,12 @@ class OwnerThread(Generic[T]):
 
     @property
     def is_current(self) -> bool:
-        """True if the calling thread is the owner thread."""
+        """Whether the calling thread is the owner thread."""
         return self._runner.is_current
 
     @property
     def is_inherited(self) -> bool:
-        """True in a child of fork(). There the thread is the parent's, and locks may be held for ever."""
+        """Whether this is a child of fork(), without the thread, and where locks may be held forever."""
         return os.getpid() != self._process
 
     def require_own_process(self) -> None:
@@ -127,14 +126,14 @@ class OwnerThread(Generic[T]):
 
     @property
     def run_urgent(self) -> Callable[[], None]:
-        """Runs the urgent calls that wait, for work whose items are far apart."""
+        """Runs the waiting urgent calls, for work whose items are far apart."""
         return self._jobs.run_urgent
 
     def call(self, work: Callable[[], T], urgent: bool = False) -> T:
-        """Run `work` on the owner thread and return its result, or raise its error here.
+        """The result of `work` on the owner thread; raises its error.
 
-        urgent: run it before the jobs that wait, between two items of the running job or where that job runs
-        urgent calls itself.
+        urgent: whether to run before waiting jobs, between two items of the running job or where it runs
+        urgent calls.
         """
         self.require_own_process()
         if self.is_current:
@@ -153,16 +152,13 @@ class OwnerThread(Generic[T]):
     def stream(self, work: Callable[[Cancelled], Iterator[T]], joint: bool = False) -> Iterator[T]:
         """The items of `work(cancelled)`, which runs on the owner thread. Closing the iterator cancels.
 
-        The job is queued when the first item is asked for. joint: run it with other joint ones; it may then
-        yield requests as well, which aren't delivered.
+        The job is queued when the first item is requested. joint: whether to run it with other joint jobs; it
+        may then yield requests, which aren't delivered.
         """
         return self._items(work, urgent=False, kind="joint" if joint else "alone")
 
     def _items(
-        self,
-        work: Callable[[Cancelled], Iterator[T]],
-        urgent: bool,
-        kind: Literal["alone", "joint", "brief"],
+        self, work: Callable[[Cancelled], Iterator[T]], urgent: bool, kind: Literal["alone", "joint", "brief"]
     ) -> Iterator[T]:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = _Job(work, items.put, kind)
@@ -180,7 +176,7 @@ class OwnerThread(Generic[T]):
         self, work: Callable[[Cancelled], Iterator[T]], joint: bool = False
     ) -> AsyncGenerator[T, None]:
         """`stream` for asyncio; cancelling the task that iterates cancels the job."""
-        import asyncio  # Slow to import, and callers of this have imported it.
+        import asyncio  # Slow to import; callers have already imported it.
 
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Any] = asyncio.Queue()
@@ -203,14 +199,14 @@ class OwnerThread(Generic[T]):
             job.cancelled.set()
 
     def when_idle(self, step: Callable[[], bool]) -> None:
-        """Run `step` on the owner thread while no job waits, until it returns False. Every job restarts it.
+        """Run `step` on the owner thread while no job waits, until it returns False or raises.
 
-        An error ends it too and isn't raised anywhere: the jobs that follow will meet it themselves.
+        Its error is dropped, as later jobs will raise it too.
         """
         jobs = self._jobs
 
         def begin(cancelled: Cancelled) -> Iterator[None]:
-            # On the owner thread, or the job that wakes it could restart work that has ended already.
+            # On the owner thread, so that it can't restart work that has already ended.
             jobs.idle = step
             return iter(())
 
@@ -219,7 +215,7 @@ class OwnerThread(Generic[T]):
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Cancel the running job, refuse the waiting ones, run `last` and end the thread. Idempotent.
 
-        In a child of fork() there is nothing to end.
+        Does nothing in a child of fork().
         """
         if self.is_inherited:
             return
@@ -246,12 +242,12 @@ class _Jobs:
     def __init__(self) -> None:
         self.closed = False
         self.idle: Callable[[], bool] | None = None
-        """A step of idle work. False: there is nothing left to do."""
+        """A step of idle work, which returns False if there is nothing to do."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self.joint: JointJobs | None = None
         self._next: list[_Job | None] = []
-        """What was taken from the queue and has yet to run."""
+        """At most one job that was taken from the queue and hasn't run."""
         self._running: list[_Job] = []
         self._lock = threading.Lock()
 
@@ -265,7 +261,7 @@ class _Jobs:
             self._queue.put(job)
 
     def run_next(self) -> bool:
-        """Run the next job; False at the end. Keeps no reference to the job: its work may hold the model."""
+        """Run the next job; False at the end. Keeps no reference to the job, which may hold the model."""
         job = self.next()
         if job is None:
             return False
@@ -280,7 +276,7 @@ class _Jobs:
         return True
 
     def _following(self) -> _Job | None:
-        """The next job if it can join those that run, or None. Brief ones before it are run."""
+        """The next job if it can join the running ones, or None. Runs brief jobs before it."""
         while self._next or not self._queue.empty():
             if not self._next:
                 self._next.append(self._queue.get())
@@ -314,7 +310,7 @@ class _Jobs:
         return None
 
     def _get(self) -> _Job | None:
-        """The next item of the queue. Idle work is done until it comes."""
+        """The next item of the queue, with idle work until it comes."""
         if self._next:
             return self._next.pop()
         while self.idle is not None:
@@ -326,11 +322,11 @@ class _Jobs:
 
     def _idle_step(self) -> bool:
         """Do a step of idle work. Returns True if there is more to do."""
-        made: list[Any] = []
+        results: list[Any] = []
         step = self.idle
         if step is not None:
-            _Job(lambda cancelled: iter([step()]), made.append).run()
-        return made[:1] == [True]
+            _Job(lambda cancelled: iter([step()]), results.append).run()
+        return results[:1] == [True]
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         with self._lock:
@@ -347,7 +343,7 @@ class _Jobs:
 
 
 class _LastJob(_Job):
-    """The clean-up, which runs although the queue is closed."""
+    """The clean-up, which runs after the queue is closed."""
 
     def __init__(self, last: Callable[[], None]) -> None:
         def work(cancelled: Cancelled) -> Iterator[None]:
@@ -366,7 +362,7 @@ def _drop(item: Any) -> None:
 
 
 class _Runner:
-    """Runs the jobs of one owner, on a new thread or on one that an earlier owner has left."""
+    """Runs the jobs of one owner, on a new thread or on a kept one."""
 
     def __init__(self, jobs: _Jobs, name: str, kept: bool) -> None:
         self._jobs = jobs
@@ -384,7 +380,7 @@ class _Runner:
         while self._kept and _IDLE_THREADS:
             with suppress(IndexError):
                 thread, following = _IDLE_THREADS.pop()
-                if thread.is_alive():  # In a child of fork() it isn't: it is the parent's.
+                if thread.is_alive():  # Not in a child of fork().
                     self._thread, thread.name = thread, self._name
                     following.put(self)
                     return
@@ -397,7 +393,7 @@ class _Runner:
             raise
 
     def join(self) -> None:
-        """Wait until the last job has run. Returns at once if none has begun, or if a job calls this."""
+        """Wait until the last job has run. Returns at once if no job has begun, or if a job calls this."""
         if self._thread is None or self.is_current:
             return
         self._ended.wait()
@@ -415,11 +411,11 @@ class _Runner:
 
 
 _IDLE_THREADS: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
-"""Kept threads without an owner, and the queues in which they wait for the next one."""
+"""Kept threads without an owner, and the queues in which they wait for the next owner."""
 
 
 def _serve(runner: _Runner) -> None:
-    """Run the jobs of one owner, then of the next ones. Keeps no reference to an owner that has ended."""
+    """Run the jobs of one owner, then of the next ones. Keeps no reference to a finished owner."""
     following: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
     while runner.run():
         _IDLE_THREADS.append((threading.current_thread(), following))

@@ -16,7 +16,7 @@ _FILE = r"((?:[A-Za-z0-9][\w.-]{0,199}/){0,4}[A-Za-z0-9][\w.-]{0,199})"
 _GIVEN = re.compile(rf"{_NAME}(?::{_FILE})?", re.ASCII)
 _CONVERTED = re.compile(rf"{_NAME}@[0-9a-f]{{8}}(?::{_FILE})?", re.ASCII)
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}(?=\.[^.]*$|$)", re.ASCII)
-"""What a part's name has before its suffix."""
+"""The part number in a file's name, before the suffix."""
 
 
 @dataclass(frozen=True)
@@ -25,40 +25,40 @@ class Repository:
 
     name: str
     file: str = ""
-    """The file's name with its folders; empty for the repository itself."""
+    """The file's path in the repository; empty for all of it."""
 
     def __str__(self) -> str:
         return f"{self.name}:{self.file}" if self.file else self.name
 
     @property
     def bundle_name(self) -> str:
-        """The name that its bundle has among the models."""
+        """The name of its bundle."""
         return model_name(PurePath(self.file)) if self.file else self.name.rpartition("/")[2]
 
     @property
     def full_bundle_name(self) -> str:
-        """A name for its bundle that no other repository's would have."""
+        """A bundle name that is unique among repositories."""
         owned = self.name.replace("/", "--")
         return f"{owned}--{self.bundle_name}" if self.file else owned
 
     def is_same(self, other: Repository) -> bool:
-        """True if both mean one model, whichever of its parts they name."""
+        """Whether both mean the same model, whatever part they name."""
         mine, others = (_NUMBER.sub("", source.file) for source in (self, other))
         return (self.name.casefold(), mine) == (other.name.casefold(), others)
 
 
 def parse_repository(text: str) -> Repository | None:
-    """The repository or file of one that `text` names, or None for any other text."""
-    found = _GIVEN.fullmatch(text)
-    return None if found is None else Repository(found[1], found[2] or "")
+    """The repository, or file of one, named by `text`, or None."""
+    match = _GIVEN.fullmatch(text)
+    return None if match is None else Repository(match[1], match[2] or "")
 
 
 def converted_from(source: str) -> Repository | None:
-    """What a bundle was made from, by its manifest's `source`; None if that was no repository."""
-    found = _CONVERTED.fullmatch(source)
-    return None if found is None else Repository(found[1], found[2] or "")
+    """The repository of a bundle, from its manifest's `source`, or None."""
+    match = _CONVERTED.fullmatch(source)
+    return None if match is None else Repository(match[1], match[2] or "")
 
 
 def model_name(file: PurePath) -> str:
-    """A checkpoint file's name without its suffix, and without the number that a part of a model has."""
+    """A checkpoint file's name without its suffix and part number."""
     return _NUMBER.sub("", file.stem)

@@ -1,4 +1,4 @@
-"""Resolves a model before a weight is read: settles its options and plans its memory."""
+"""Resolves a model's options and plans its memory, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from ondevice.budget.limits import (
 )
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import (
-    context_tokens,
-    prompt_chunk,
-    stream_bytes,
-)
+from ondevice.budget.sizes import context_tokens, prompt_chunk, stream_bytes
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.parts import part_words
 from ondevice.bundle.reader import Bundle
@@ -34,87 +30,83 @@ from ondevice.chat_template import import_template_library
 from ondevice.config import SELECTING, RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError, UnsupportedModelError
 from ondevice.generate import check_prompt
-from ondevice.model_config import WHOLE
+from ondevice.model_config import FULL_MODEL
 from ondevice.records import dataclass
 from ondevice.runtime.backend_choice import (
     allowed_draft_layer,
     check_drafts,
     memory_model,
+    resolved_backend,
+    resolved_parallel,
     row_invariance,
-    settled_backend,
-    settled_parallel,
 )
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
-from ondevice.runtime.models import automatic_modes, check_runtime, of_part, with_chosen_experts
+from ondevice.runtime.models import automatic_modes, check_runtime, for_slice, with_chosen_experts
 from ondevice.runtime.opening import (
     damage_warnings,
     open_tokenizer,
-    settled_speculation,
+    resolved_speculation,
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.speculation.registry import (
-    datastore_bytes,
-    runs_streams,
-    used_draft_layer,
-)
+from ondevice.speculation.registry import datastore_bytes, runs_streams, used_draft_layer
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
 
-LEAST_CONTEXT = 512
-"""Tokens below which no budget shortens the default context: the length of a training text's pieces."""
+MIN_CONTEXT = 512
+"""Minimum context, in tokens, of a budget-shortened default: the length of a training text's pieces."""
 CONTEXT_STEP = 256
 SMALL_CHUNK = 64
-"""Tokens of a prompt's chunk where a budget has no room for more: a prompt then reads weights more often."""
+"""Tokens of a prompt's chunk if the budget has no room for more; prompts then read weights more often."""
 TINY_CONTEXTS = (64, 128)
-"""Contexts below LEAST_CONTEXT, in tokens, that messages may suggest. They apply only if a user asks."""
+"""Contexts below MIN_CONTEXT, in tokens, that messages may suggest."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model, its options and its plan, ready to be loaded. No weight has been read."""
+    """A model, its options and its plan, ready to be loaded."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
     """None if the bundle has none, or if the budget has no room for reading it."""
     runtime: RuntimeConfig
-    """The options, with `auto` and 0 settled."""
+    """The options, with `auto` and 0 resolved."""
     plan: Plan
     draft: ResolvedDraft | None = None
-    """The second model that drafts; None without one."""
+    """The second model, which drafts, or None."""
     draft_layer: DraftLayer | None = None
-    """The draft layer that is loaded; None if none is."""
+    """The draft layer to load, or None."""
     leaves_streams: bool = False
-    """Whether `auto` goes without streams that the bundle has."""
+    """Whether `auto` ignores the bundle's streams."""
     widths: RowWidths = BY_CONSTRUCTION.widths
-    """How wide drafts may be on the backend."""
-    least: ResolvedModel | None = None
-    """The model as `auto` would take it under the smallest budget that works; None if that is this one."""
-    whole: ResolvedModel | None = None
-    """The model with the default context, where that doesn't fit and this one's is shorter."""
+    """Largest widths of drafts on the backend."""
+    smallest: ResolvedModel | None = None
+    """The model with the smallest budget that works, if it isn't this one."""
+    unshortened: ResolvedModel | None = None
+    """The model with the default context, if it doesn't fit and this one's context is shorter."""
     fitting_context: int = 0
-    """The longest context that would fit, where the plan doesn't; 0 for none."""
+    """The longest context that would fit, if the plan doesn't; 0 for none."""
     fitting_options: tuple[str, ...] = ()
-    """Options with which the model would fit, where the plan doesn't, each by itself."""
+    """Options that would each make the model fit, if the plan doesn't."""
     alternatives: tuple[ResolvedModel, ...] = ()
-    """The models that `auto` chose this one's modes from by `_preferred`."""
+    """The models from which `_preferred` chose this one's modes."""
     under: Callable[[int], ResolvedModel] | None = field(default=None, repr=False, compare=False)
-    """The model that another budget, in bytes, would give by the same measurement, at most with the default
-    context; None for one of `alternatives`.
+    """The model under another budget, in bytes, by the same measurement, with at most the default context;
+    None for one of `alternatives`.
     """
     budget_origin: str = ""
-    """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
+    """Origin of the budget of `auto`, in words; empty for the user's budget."""
     warnings: tuple[str, ...] = ()
-    """Sidecars that are damaged and that `auto` therefore goes without."""
+    """Damaged sidecars that `auto` therefore ignores."""
     budget_warnings: tuple[str, ...] = ()
-    """Why the user's budget may be more than there is."""
+    """Reasons why the user's budget may exceed the machine's memory."""
 
     def require_fit(self, only_budget: bool = False) -> None:
-        """Raises BudgetError if the plan doesn't fit, with the smallest budget and what else would work.
+        """Raises BudgetError if the plan doesn't fit, with the smallest budget and other remedies.
 
-        only_budget: whether nothing else can be changed.
+        only_budget: whether only the budget can be changed.
         """
         require_fit(
             self.plan,
@@ -125,12 +117,12 @@ class ResolvedModel:
             only_budget,
         )
 
-    def require_whole_context(self) -> None:
+    def require_default_context(self) -> None:
         """Raises BudgetError if the budget has shortened the default context."""
-        if self.whole is None:
+        if self.unshortened is None:
             return
         try:
-            self.whole.require_fit()
+            self.unshortened.require_fit()
         except BudgetError as error:
             error.add_note(
                 "scoring reads windows as long as the context, so that one isn't shortened unasked"
@@ -148,36 +140,36 @@ class ResolvedModel:
 
     @property
     def runs_streams(self) -> bool:
-        """True if multi-stream adapters are loaded."""
+        """Whether multi-stream adapters are loaded."""
         return runs_streams(self.runtime.speculation, self._streams)
 
     @property
-    def own_experts(self) -> int:
-        """Experts that the model's own tokens choose, where `--experts` asks for fewer; else 0."""
+    def default_experts(self) -> int:
+        """The model's number of experts for a token, if `--experts` reduces it; else 0."""
         experts = self.bundle.manifest.config.experts if self.runtime.experts else None
         return 0 if experts is None else experts.chosen
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory of the loaded weights, the embedding table and neurons aside."""
-        found = self.plan.weights_bytes + self.plan.predictor_bytes
+        """Memory of the loaded weights, without the embedding table and neurons."""
+        nbytes = self.plan.weights_bytes + self.plan.predictor_bytes
         if self.draft is not None:
-            found += self.draft.loaded_bytes
+            nbytes += self.draft.loaded_bytes
         if self.draft_layer is not None:
-            found += loaded_bytes(self.draft_layer, self.bundle.config)
+            nbytes += loaded_bytes(self.draft_layer, self.bundle.config)
         if self._streams is not None and self.runs_streams:
-            found += stream_bytes(self.bundle.config, self._streams)
-        return found
+            nbytes += stream_bytes(self.bundle.config, self._streams)
+        return nbytes
 
     @property
-    def frugal(self) -> ResolvedModel:
-        """The model under those allowed options that need the smallest budget."""
-        return self.least or self
+    def smallest_plan(self) -> ResolvedModel:
+        """The model with the allowed options that need the smallest budget."""
+        return self.smallest or self
 
 
-def require_whole(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a slice, which gives no text alone."""
-    if bundle.config.part != WHOLE:
+def require_full_model(bundle: Bundle) -> None:
+    """Raises UnsupportedModelError for a slice, which can't generate text alone."""
+    if bundle.config.part != FULL_MODEL:
         raise UnsupportedModelError(
             f"{bundle.name} is {part_words(bundle.manifest)}. It runs with the other layers' machines alone: "
             "use --hosts, or name the whole model"
@@ -185,10 +177,10 @@ def require_whole(bundle: Bundle) -> None:
 
 
 def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
-    """Settle the options and plan the memory. A budget that is too small gives a plan that doesn't fit.
+    """Resolve the options and plan the memory. A budget that is too small gives a plan that doesn't fit.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
-    that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
+    that this model or machine can't have, BundleError for one with damaged files, and what reading the
     tokenizer raises.
     """
     bundle = without_damaged_sidecars(bundle, runtime)
@@ -196,32 +188,30 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     if fewer is bundle.config:
         runtime = replace(runtime, experts=0)
     bundle = bundle.with_config(fewer)
-    runtime = of_part(bundle.config, runtime)
+    runtime = for_slice(bundle.config, runtime)
     added = bundle.predictors, bundle.streams, bundle.damaged, bundle.ngrams
     check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(
         runtime,
-        backend=settled_backend(runtime.backend, bundle.config),
+        backend=resolved_backend(runtime.backend, bundle.config),
         threads=runtime.threads or usable_cores(),
     )
     rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     check_drafts(runtime, rows)
     runtime = replace(
-        runtime,
-        speculation=settled_speculation(runtime, rows),
-        parallel=settled_parallel(runtime, rows),
+        runtime, speculation=resolved_speculation(runtime, rows), parallel=resolved_parallel(runtime, rows)
     )
     layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
     layer = allowed_draft_layer(bundle.config, runtime, layer, rows)
     warnings = damage_warnings(bundle, runtime)
-    # Import now what is needed anyway, so that it is measured with the process.
+    # Needed modules are imported now, so that their memory is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
     if bundle.manifest.tokenizer.chat_template is not None:
         import_template_library()
-    # Freed memory that the heap keeps would count as the process's.
+    # Freed memory in the heap would count as the process's.
     trim_heap()
     draft = None
     if runtime.speculation == "model" and bundle.config.part.embeds:
@@ -248,14 +238,14 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Memory that exists and that is taken before a model is planned."""
+    """The memory of machine and process before a model is planned."""
 
     held_bytes: int
-    """Memory of this process and of those counted to it, its models included."""
+    """Memory of this process and of those counted to it, with loaded models."""
     process_bytes: int
-    """Memory of this process and of those counted to it, its models left out."""
+    """Memory of this process and of those counted to it, without loaded models."""
     others_bytes: int
-    """Memory that loaded models hold or have claimed."""
+    """Memory that loaded models hold or claim."""
     rooms: tuple[MemoryRoom, ...]
     limit: MemoryRoom | None
 
@@ -269,7 +259,7 @@ def _measured() -> _Measured:
     before = others()
     held = held_bytes()
     after = others()
-    # A model that fills or closes meanwhile must not be subtracted with more than the process counts for it.
+    # The smaller of both, so that of a model that grows or closes not too much is subtracted.
     of_models = min(before.held_bytes, after.held_bytes)
     process_bytes = max(0, held - of_models)
     return _Measured(held, process_bytes, after.claimed_bytes, tuple(memory_rooms()), group_limit())
@@ -277,7 +267,7 @@ def _measured() -> _Measured:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans one model under one budget. runtime: settled but for `auto` modes and the context."""
+    """Plans one model under one budget. runtime: resolved except `auto` modes and the context."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
@@ -285,85 +275,83 @@ class _Planner:
     rows: RowInvariance
     draft: ResolvedDraft | None
     draft_layer: DraftLayer | None
-    """The layer that drafts, or that `auto` may draft with."""
+    """The layer that drafts, or with which `auto` may draft."""
     memory: MemoryModel
-    """Its sizes under `runtime`, without a second model."""
+    """The model's sizes under `runtime`, without a second model."""
     measured: _Measured
     opening_bytes: int
     """Memory of the process while the tokenizer is read."""
     unread_bytes: int
-    """Most memory of the tokenizer, where it hasn't been read."""
+    """Upper bound of the tokenizer's memory, if it hasn't been read."""
     warnings: tuple[str, ...]
 
     @property
     def may_open(self) -> bool:
-        """True if the budget has room for reading the tokenizer, before anything is planned."""
+        """Whether the budget has room for reading the tokenizer."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def resolved(self) -> ResolvedModel:
-        """The model with the context asked for, or with the longest from LEAST_CONTEXT on that fits.
+        """The model with the user's context, or with the longest from MIN_CONTEXT on that fits.
 
-        One that wasn't asked for is at most the default, or as long as `context_share` of the budget allows.
+        Without a user's context it is at most the default, or as long as `context_share` of the budget
+        allows.
         """
-        wanted, floor = context_tokens(self.bundle.config, self.runtime), self._least_context
-        whole = found = self._at(wanted)
-        if not whole.plan.fits:
-            fitting, options = self._fitting_context(wanted), self._fitting_options(whole)
-            whole = replace(whole, fitting_context=fitting, fitting_options=options)
-            found = self._at(fitting, wanted) if fitting >= floor else whole
-        slowest = self._least_at(floor, 0 if floor == wanted else wanted)
-        least = slowest.frugal
-        if not found.plan.fits and slowest.plan.fits:
-            found = slowest
-        if not found.plan.fits:
-            options = self._fitting_options(least)
+        wanted, floor = context_tokens(self.bundle.config, self.runtime), self._min_context
+        default = resolved = self._at(wanted)
+        if not default.plan.fits:
+            fitting, options = self._fitting_context(wanted), self._fitting_options(default)
+            default = replace(default, fitting_context=fitting, fitting_options=options)
+            resolved = self._at(fitting, wanted) if fitting >= floor else default
+        slowest = self._smallest_at(floor, 0 if floor == wanted else wanted)
+        smallest = slowest.smallest_plan
+        if not resolved.plan.fits and slowest.plan.fits:
+            resolved = slowest
+        if not resolved.plan.fits:
+            options = self._fitting_options(smallest)
             return replace(
-                least,
-                under=self._under,
-                fitting_context=whole.fitting_context,
-                fitting_options=options,
+                smallest, under=self._under, fitting_context=default.fitting_context, fitting_options=options
             )
-        if found is whole:
-            found = self._lengthened(whole)
+        if resolved is default:
+            resolved = self._lengthened(default)
         return replace(
-            found,
+            resolved,
             under=self._under,
-            least=None if least.plan == found.plan else least,
-            whole=None if found.plan.max_context >= wanted else whole,
-            budget_warnings=self._doubts(found.plan),
+            smallest=None if smallest.plan == resolved.plan else smallest,
+            unshortened=None if resolved.plan.max_context >= wanted else default,
+            budget_warnings=self._doubts(resolved.plan),
         )
 
     def _under(self, budget_bytes: int) -> ResolvedModel:
-        # A context beyond the default changes no mode.
+        # Without context_share, as a context beyond the default changes no mode.
         runtime = replace(self.runtime, dram_budget=budget_bytes, context_share=0.0)
         return replace(self, runtime=runtime).resolved()
 
     @property
-    def _least_context(self) -> int:
-        """Tokens below which the budget doesn't shorten the context."""
+    def _min_context(self) -> int:
+        """Shortest context, in tokens, that the budget may give."""
         wanted = context_tokens(self.bundle.config, self.runtime)
-        return wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
+        return wanted if self.runtime.max_context else min(wanted, MIN_CONTEXT)
 
     def _lengthened(self, default: ResolvedModel) -> ResolvedModel:
-        """The model with the longest context that may have `context_share` of the budget."""
+        """The model with the longest context within `context_share` of the budget."""
         shortest, longest = default.plan.max_context, self.bundle.config.original_context
         share = 0.0 if self.runtime.max_context else self.runtime.context_share
-        # Machines that share a model agree on one context, which no budget of theirs makes longer.
-        if not share or longest <= shortest or self.bundle.config.part != WHOLE:
+        # Machines that share a model agree on one context, whatever their budgets.
+        if not share or longest <= shortest or self.bundle.config.part != FULL_MODEL:
             return default
 
         def has_room(length: int) -> bool:
             longer = self._at(length)
             plan, before = longer.plan, default.plan
             grown = plan.activation_bytes - before.activation_bytes + plan.draft_bytes - before.draft_bytes
-            most = share * plan.budget_bytes
+            max_bytes = share * plan.budget_bytes
             if self._is_auto:
-                # The process is part of that budget, and may be most of a small model's.
-                most = min(most, plan.model_bytes)
+                # The process is part of the budget, and may be most of it for a small model.
+                max_bytes = min(max_bytes, plan.model_bytes)
             same_modes = _modes(longer) == _modes(default)
-            return plan.fits and same_modes and plan.kv_cache_bytes + grown <= most
+            return plan.fits and same_modes and plan.kv_cache_bytes + grown <= max_bytes
 
         lengths = [*range(shortest, longest, CONTEXT_STEP), longest]
         past = bisect_left(lengths, True, 1, key=lambda length: not has_room(length))
@@ -374,14 +362,14 @@ class _Planner:
         return replace(longer, plan=plan, alternatives=default.alternatives)
 
     def _fitting_context(self, wanted: int) -> int:
-        """The longest context below `wanted` with which something fits; 0 for none."""
+        """The longest context below `wanted` that fits; 0 for none."""
         lengths = [*TINY_CONTEXTS, *range(CONTEXT_STEP, wanted, CONTEXT_STEP)]
         shorter = [length for length in lengths if length < wanted]
         fitting = bisect_left(shorter, True, key=lambda length: not self._at(length).plan.fits)
         return shorter[fitting - 1] if fitting else 0
 
     def _fitting_options(self, missed: ResolvedModel) -> tuple[str, ...]:
-        """Options that would make room for a model whose plan doesn't fit: `dense`, no drafts, else both."""
+        """Options with which a model whose plan doesn't fit would: `dense`, no drafts, else both."""
         runtime, dense, plain = missed.runtime, "--sparsity dense", "--speculation off"
         planned = {
             dense: self._plan(replace(runtime, sparsity="dense"), missed.draft, missed.draft_layer),
@@ -393,35 +381,36 @@ class _Planner:
         return alone or tuple(fitting)
 
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
-        """The model in its preferred modes with a context. If none fits, in the modes that need least memory.
+        """The model with a context, in its preferred modes, or in those with the smallest budget if none
+        fits.
 
-        wanted: the default context if it was shortened to this one.
+        wanted: the default context, if this one is shorter.
         """
         return self._in_chunks(prompt_chunk(self.bundle.config, self.runtime), max_context, wanted)
 
-    def _least_at(self, max_context: int, wanted: int) -> ResolvedModel:
-        """`_at` with small chunks where no bit depends on them, and no size was named."""
+    def _smallest_at(self, max_context: int, wanted: int) -> ResolvedModel:
+        """`_at` with small chunks, if no bit depends on them and the options don't name a size."""
         chunk = prompt_chunk(self.bundle.config, self.runtime)
         if (
             not self.runtime.prefill_chunk
             and self.runtime.backend == "cpu"
-            and self.bundle.config.part == WHOLE
+            and self.bundle.config.part == FULL_MODEL
         ):
             chunk = SMALL_CHUNK
         return self._in_chunks(chunk, max_context, wanted)
 
     def _in_chunks(self, prefill_chunk: int, max_context: int, wanted: int) -> ResolvedModel:
-        """`_at` with prompts in chunks of so many tokens."""
+        """`_at` with prompts in chunks of `prefill_chunk` tokens."""
         runtime = replace(self.runtime, max_context=max_context, prefill_chunk=prefill_chunk)
         draft = None if self.draft is None else self.draft.within(max_context)
         config, sparsity = self.bundle.config, runtime.sparsity
         choices = [sparsity] if sparsity != "auto" else automatic_modes(config, runtime)
         if not self.rows.skips_zeros:
-            # Their last bits may differ, and no budget may change a text.
+            # The modes' last bits may differ, and no budget may change a text.
             del choices[1:]
         origin = self._allowance.words if self._is_auto else ""
         possible = []
-        may_stop = max_context <= self._least_context
+        may_stop = max_context <= self._min_context
         modes = ((mode, *drafts) for mode in choices for drafts in self._drafting_choices(mode, may_stop))
         for chosen_sparsity, chosen_drafts, layer, leaves in modes:
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
@@ -441,21 +430,22 @@ class _Planner:
                 )
             )
         chosen = possible[_preferred(possible)]
-        least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
+        smallest = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
         if not chosen.plan.fits:
-            chosen = least
-        return replace(chosen, least=None if chosen is least else least, alternatives=tuple(possible))
+            chosen = smallest
+        smaller = None if chosen is smallest else smallest
+        return replace(chosen, smallest=smaller, alternatives=tuple(possible))
 
     def _drafting_choices(
         self, sparsity: Sparsity, may_stop: bool
     ) -> list[tuple[Speculation, DraftLayer | None, bool]]:
-        """What `auto` may draft with, most first: a drafter, a draft layer, and whether streams are left.
+        """The choices of `auto`, in order: speculation, draft layer, and whether streams are ignored.
 
-        may_stop: whether `off` is one of them; drafts aren't given up for a longer context.
+        may_stop: whether `off` is a choice; drafts aren't given up for a longer context.
         """
         speculation = self.runtime.speculation
         choices: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
-        # A part behind the first takes drafts as they come.
+        # A part after the first takes drafts from the first.
         if speculation != "auto" or not self.bundle.config.part.embeds:
             return choices
         if self.draft_layer is not None:
@@ -471,15 +461,17 @@ class _Planner:
         layer: DraftLayer | None = None,
         leaves_streams: bool = False,
     ) -> Plan:
-        """The plan of a model whose options are settled, under its budget."""
-        draft_bytes = 0 if draft is None else draft.nbytes
+        """The plan under resolved options and their budget."""
+        config, layer_bytes = self.bundle.config, 0
+        if layer is not None:
+            layer_bytes = draft_layer_bytes(layer, config, runtime, context_tokens(config, runtime))
         memory = replace(
             self.memory,
             runtime=runtime,
             streams=None if leaves_streams else self.memory.streams,
-            draft_model_bytes=draft_bytes,
+            draft_model_bytes=0 if draft is None else draft.nbytes,
             datastore_bytes=datastore_bytes(runtime.speculation, self.bundle.ngrams),
-            draft_layer_bytes=0 if layer is None else self._draft_layer_bytes(layer, runtime),
+            draft_layer_bytes=layer_bytes,
         )
         plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
@@ -493,11 +485,6 @@ class _Planner:
             return plan.with_budget(auto_budget(plan, self._allowance))
         return plan.with_budget(parse_budget(runtime.dram_budget))
 
-    def _draft_layer_bytes(self, layer: DraftLayer, runtime: RuntimeConfig) -> int:
-        return draft_layer_bytes(
-            layer, self.bundle.config, runtime, context_tokens(self.bundle.config, runtime)
-        )
-
     @property
     def _is_auto(self) -> bool:
         return is_auto(self.runtime.dram_budget)
@@ -507,7 +494,7 @@ class _Planner:
         return allowance(self.measured.held_bytes, self.measured.rooms)
 
     def _doubts(self, plan: Plan) -> tuple[str, ...]:
-        """Warnings that the user's budget may be more than there is."""
+        """Warnings that the user's budget may exceed the machine's memory."""
         name, measured = self.bundle.name, self.measured
         if self._is_auto:
             return ()
@@ -515,27 +502,26 @@ class _Planner:
 
 
 def _modes(resolved: ResolvedModel) -> tuple[object, ...]:
-    """How the model runs: its sparsity and what drafts."""
+    """The model's sparsity and its drafting choice."""
     runtime = resolved.runtime
     return runtime.sparsity, runtime.speculation, resolved.draft_layer, resolved.leaves_streams
 
 
 def _may_leave_streams(bundle: Bundle) -> bool:
-    """Whether `auto` may go without the bundle's streams. Shared ones are part of the model, and in a part of
-    a model other machines' layers have them too.
+    """Whether `auto` may ignore the bundle's streams: not shared ones, which change the model, and not in a
+    part of a model, as other machines' layers have them too.
     """
     streams = bundle.streams
-    return streams is not None and streams.mode == "lossless" and bundle.config.part == WHOLE
+    return streams is not None and streams.mode == "lossless" and bundle.config.part == FULL_MODEL
 
 
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
-    """The index of the model to take: the first that needs no flash, else the first that fits.
+    """The index of the preferred model: the first that needs no flash, else the first that fits.
 
-    Drafting comes before none, even where its memory sends neurons to flash, as they leave only when the
-    context is nearly full: it is given up only where nothing that drafts fits. A draft layer and streams come
-    last where selected neurons are read from flash: their memory costs more of the neurons' cache than their
-    drafts bring. With everything in memory, a mode that leaves neurons out in some layers alone comes last:
-    it multiplies those of the others one by one.
+    Drafting is preferred even if its memory sends neurons to flash, which happens only when the context is
+    nearly full. A draft layer and streams come last if selected neurons are read from flash: their memory
+    costs the neurons' cache more than their drafts bring. With everything in memory, a mode that selects
+    neurons in only some layers comes last, as it multiplies the other layers' neurons one by one.
     """
 
     def rank(at: int) -> tuple[bool, bool, bool, bool]:
@@ -553,15 +539,15 @@ def _preferred(possible: Sequence[ResolvedModel]) -> int:
 
 
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
-    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
+    """Raises the UsageError or ContextOverflowError of `generate` before loading.
 
-    wanted: tokens that must fit behind these.
+    wanted: number of tokens that must fit after these.
     """
     try:
         check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)
     except ContextOverflowError as error:
-        if resolved.whole is not None:
-            needed = resolved.whole.plan.minimum_budget_bytes
+        if resolved.unshortened is not None:
+            needed = resolved.unshortened.plan.minimum_budget_bytes
             error.add_note(
                 f"{context_words(resolved.plan)} the budget: that takes --dram-budget {needed} or more"
             )
@@ -569,20 +555,20 @@ def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0
 
 
 def is_auto(budget: str | int) -> bool:
-    """True if the budget is `auto`, which depends on the machine's memory."""
+    """Whether the budget is `auto`, which depends on the machine's memory."""
     return str(budget).strip().lower() == "auto"
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The bytes that `budget` means for a planned model, loaded or not. Raises UsageError for no size."""
+    """The bytes of `budget` for a planned model, loaded or not. Raises UsageError for an invalid size."""
     if is_auto(budget):
-        # Memory that a loaded model holds already is free to it.
+        # A loaded model's present memory is free to it.
         return auto_budget(plan, allowance(held_bytes(), memory_rooms()))
     return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:
-    """Log warnings if a loaded model's new budget may be more than there is."""
+    """Log warnings if a loaded model's new budget may exceed the machine's memory."""
     if not is_auto(budget):
         for warning in budget_warnings(plan, name, held_bytes(), memory_rooms()):
             log.warning("%s", warning)

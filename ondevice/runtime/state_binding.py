@@ -1,7 +1,7 @@
-"""What the state of a sequence depends on beside its tokens, so that no other model's state is ever used.
+"""The facts on which a sequence's state depends besides its tokens, so that only matching states are used.
 
-Memory and speed settings aren't part of it, since they change no bit: states are found again under another
-budget, with other threads, with and without drafts.
+Memory and speed settings aren't among them, as they change no bit: states serve other budgets, other numbers
+of threads, and texts with and without drafts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import parse_size
 
 STATE_VERSION = 1
-"""Version of how states are laid out in files."""
+"""Version of the states' file format."""
 _LIBRARIES = {"mlx": "mlx", "reference": "numpy"}
 
 
 def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
-    """All that keys and values depend on beside tokens, as JSON. target: what the backend multiplies with."""
+    """Everything on which states depend besides tokens, as JSON. target: the backend's `target`."""
     from importlib import metadata
 
     bundle, runtime = resolved.bundle, resolved.runtime
@@ -37,22 +37,22 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
         "byteorder": sys.byteorder,
         "bundle": sha256_hex(manifest_text(bundle.manifest)),
         "backend": runtime.backend,
-        # Our own kernels have equal bits on every target.
+        # The `cpu` backend's kernels have equal bits on every target.
         "target": "" if library is None else f"{target} {metadata.version(library)}",
         "kv_bits": runtime.kv_bits,
         "sparsity": _mode(resolved),
         "streams": "" if streams is None or streams.mode == "lossless" else streams.sha256,
         "experts": runtime.experts,
         "long_context": [rope.within(context) != rope.within(0) for rope in bundle.config.ropes],
-        "chunk": whole_chunk(resolved),
+        "chunk": reuse_chunk(resolved),
         **_rows_of_prompts(resolved),
     }
 
 
-def whole_chunk(resolved: ResolvedModel) -> int:
-    """Tokens of a prompt's chunks where only whole ones may be used again; 0 where any split may.
+def reuse_chunk(resolved: ResolvedModel) -> int:
+    """Tokens of the prompt chunks whose multiples may be re-used; 0 if any prefix may.
 
-    Where layers have states, those are at checkpoints.
+    With recurrent layers, it is the distance of checkpoints.
     """
     runtime, states = resolved.runtime, KVLayout(resolved.bundle.config, resolved.runtime.kv_bits).states
     if states.nbytes:
@@ -61,10 +61,10 @@ def whole_chunk(resolved: ResolvedModel) -> int:
 
 
 def shared_chunk(resolved: ResolvedModel) -> int:
-    """Tokens of a prompt's chunks where another text may begin with whole ones alone; 0 where any number of
-    tokens gives it equal bits.
+    """Tokens of the prompt chunks whose multiples another text may begin with; 0 if any prefix gives equal
+    bits.
     """
-    return 0 if _any_split(resolved) else whole_chunk(resolved)
+    return 0 if _any_split(resolved) else reuse_chunk(resolved)
 
 
 def _any_split(resolved: ResolvedModel) -> bool:
@@ -73,14 +73,14 @@ def _any_split(resolved: ResolvedModel) -> bool:
 
 
 def _rows_of_prompts(resolved: ResolvedModel) -> dict[str, int]:
-    """How prompts are split, where that may change states that are kept by checkpoints."""
+    """The prompts' chunk, if it may change recurrent states."""
     runtime, config = resolved.runtime, resolved.bundle.config
     split = config.recurrent_layers and runtime.backend != "cpu"
     return {"prefill_chunk": runtime.prefill_chunk} if split else {}
 
 
 def open_prompt_cache(resolved: ResolvedModel, target: str) -> PromptCache | None:
-    """The prompt cache that the options name; None if they name none."""
+    """The prompt cache of the options, or None."""
     folder = resolved.runtime.prompt_cache
     if not folder:
         return None
@@ -95,7 +95,7 @@ def prompt_cache_at(
     return PromptCache(
         folder,
         state_binding(resolved, target),
-        chunk=whole_chunk(resolved),
+        chunk=reuse_chunk(resolved),
         marks=_any_split(resolved),
         limit_bytes=limit_bytes,
         io=resolved.runtime.io,
@@ -103,10 +103,10 @@ def prompt_cache_at(
 
 
 def _mode(resolved: ResolvedModel) -> list[str]:
-    """The sparsity mode as far as it changes bits, and a digest of what it is run with."""
+    """The sparsity mode as far as it changes bits, and a digest of its predictors."""
     bundle, runtime = resolved.bundle, resolved.runtime
     point = operating_point(runtime, bundle.predictors)
     if point is None or bundle.predictors is None:
-        # Modes that leave out zeros alone have equal bits in our own kernels.
+        # On `cpu`, modes that only skip zeros have equal bits.
         return ["exact" if runtime.backend == "cpu" else runtime.sparsity]
     return [runtime.sparsity, sha256_hex(f"{bundle.predictors.sha256} {point!r}".encode())]

@@ -1,10 +1,9 @@
-"""The states of a model's texts, the memory that they may have together, and which of them a new text begins
-with.
+"""The states of a model's texts, their memory, and the choice of the state that a new text begins with.
 
-A text begins with the state that has most of its tokens, whichever text left it: it takes that state, or a
-copy of that part of it. The pool knows no weights. What isn't in memory any more is computed again when it is
-needed, to the same bits, unless a prompt cache on disk has it: what isn't there yet is written while the
-model is idle, a little beside texts that run, or before it is dropped.
+A text begins with the state that shares most of its tokens: it takes that state, or a copy of the shared
+prefix. Evicted states are computed again when they are needed, to the same bits, unless the prompt cache on
+disk has them. Unsaved states are written there while the model is idle, a little between passes, or before
+they are dropped.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from ondevice.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 64
-"""Most prefixes that are kept, so that finding the longest takes no time."""
+MAX_PREFIXES = 64
+"""Most prefixes that are kept, so that the longest is quickly found."""
 SHARED_TOKENS = 8
-"""Fewest tokens for whose sake a text begins with another's state."""
+"""Minimum number of shared tokens for which a text begins with another's state."""
 LOST_SHARE = 16
-"""A state is copied where a text would take at most this many tokens from it for each one that it would lose;
-else the text takes the state itself."""
+"""A state is copied if the shared tokens are at most this many times those that it would lose; else the text
+takes the state itself."""
 PASSES_PER_WRITE = 20
-"""Time for which texts run, in units of what the prompt cache's last file took, until the next is written."""
+"""Time between two writes to the prompt cache while texts run, in units of the last write's time."""
 
 
 class StatePool:
-    """One model's states: of sessions, each named by a key, and prefixes that texts have left. All but
-    `retired` belongs to the owner thread.
+    """One model's states: those of sessions, by key, and prefixes of ended texts. Everything except `retired`
+    belongs to the owner thread.
 
-    When memory runs short, states that aren't in use lose their ends: prefixes first, by least use.
+    When memory runs short, unused states lose their ends: prefixes first, least recently used first.
     """
 
     def __init__(
@@ -60,31 +59,29 @@ class StatePool:
         chunk: int = 0,
     ) -> None:
         """Args:
-        layout: How blocks are laid out.
-        plan: The model's plan, which limits the bytes of all states.
-        claim: The model's claim on the process's memory.
-        backend: The backend, which allocates blocks.
-        yield_to: Called before a block is allocated, with the bytes that blocks will have then.
-        store: The prompt cache on disk; None without one.
-        later: The layers of other machines, which have a part of every state; None without any.
-        chunk: Tokens of the whole chunks of a prompt that another text may begin with; 0: any number of
-            tokens gives it equal bits.
+        layout: of blocks.
+        plan: the model's plan, which limits the bytes of all states.
+        claim: the model's claim on the process's memory.
+        backend: allocates blocks.
+        yield_to: called before a block is allocated, with the bytes of all blocks after it.
+        store: the prompt cache on disk, or None.
+        later: the layers of other machines, which have a part of every state, or None.
+        chunk: as from `shared_chunk`.
         """
         self.layout = layout
         self.nbytes = 0
-        """Bytes of all blocks and states that exist."""
+        """Bytes of all allocated blocks and states."""
         self.of_sessions: OrderedDict[int, SequenceState] = OrderedDict()
         """Least recently used first."""
-        self.kept: list[SequenceState] = []
-        """Prefixes that texts which have ended left for others, least recently used first."""
+        self.prefixes: list[SequenceState] = []
+        """States of ended texts, for other texts, least recently used first."""
         self.retired: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
-        """Keys that are no longer needed, and whether their states become prefixes for other texts; any
-        thread may add to it."""
+        """Unneeded keys, and whether their states become prefixes. Any thread may add to it."""
         self.store = store
         self._in_use: list[SequenceState] = []
-        """In the order in which their use began."""
+        """Oldest use first."""
         self._unsaved: list[SequenceState] = []
-        """Caches of which the prompt cache may lack something, those without a key included."""
+        """States that may have unsaved pieces for the prompt cache, with or without a key."""
         self._plan = plan
         self._claim = claim
         self._backend = backend
@@ -92,22 +89,22 @@ class StatePool:
         self._later = later
         self._chunk = chunk
         self._unnamed = itertools.count(-1, -1)
-        """Keys of texts that have none."""
+        """Keys for texts without a key."""
         self._write_after = 0.0
-        """When the next file may be written beside texts that run, by `time.monotonic`."""
+        """Earliest time of the next write between passes, by `time.monotonic`."""
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of all prefixes that texts have left."""
-        return sum(kv.nbytes for kv in self.kept)
+    def prefix_bytes(self) -> int:
+        """Bytes of all prefixes."""
+        return sum(kv.nbytes for kv in self.prefixes)
 
     @contextmanager
     def begin(self, key: int | None, tokens: Sequence[int], keep: bool = False) -> Iterator[SequenceState]:
-        """A context with the state of `key` for a text that begins with `tokens`, which holds nothing else.
+        """A context with the state of `key` for a text `tokens`, truncated to a prefix of it.
 
-        It has as many of them as any state has, but the last, which always runs. A `key` of None gives a new
-        state that ends with the context and has none of them. keep: it begins like one with a key instead,
-        and is left as a prefix for other texts.
+        It has as many of the tokens as any state, except the last, which always runs. A `key` of None gives
+        an empty state that ends with the context. keep: it begins instead like one with a key, and becomes a
+        prefix for other texts.
         """
         unnamed = next(self._unnamed) if keep and key is None else None
         key = key if unnamed is None else unnamed
@@ -123,10 +120,10 @@ class StatePool:
 
     @contextmanager
     def use(self, key: int | None, stored: bool = False) -> Iterator[SequenceState]:
-        """A context with the state of `key`, which isn't dropped meanwhile.
+        """A context with the state of `key`, which isn't dropped inside it.
 
-        A `key` of None gives a new state that ends with the context. stored: the prompt cache gets what the
-        state holds at the end.
+        A `key` of None gives a new state that ends with the context. stored: whether the prompt cache gets
+        the final state.
         """
         self._drop_retired()
         self._save_keyless()
@@ -143,22 +140,20 @@ class StatePool:
                 kv.truncate(0)
 
     def rewind(self, kv: SequenceState, tokens: Sequence[int]) -> None:
-        """Truncate kv to what it has in common with `tokens`. What is lost goes to the prompt cache."""
-        kept = common_prefix(kv.tokens, tokens)
-        if kept < kv.length:
+        """Truncate kv to its common prefix with `tokens`, and save the rest to the prompt cache."""
+        common = common_prefix(kv.tokens, tokens)
+        if common < kv.length:
             self._save(kv)
-        kv.truncate(kept)
+        kv.truncate(common)
 
     def restore(
         self, kv: SequenceState, tokens: Sequence[int], cancelled: IsCancelled | None
     ) -> Iterator[None]:
-        """Extend kv, which holds a prefix of `tokens`, from the prompt cache, piece by piece."""
+        """Extend kv, a prefix of `tokens`, from the prompt cache, piece by piece."""
         return iter(()) if self.store is None else self.store.restore(kv, tokens, cancelled)
 
     def save_next(self) -> bool:
-        """Write a little of what the prompt cache lacks of states that aren't in use. False: there is no
-        more.
-        """
+        """Write one unsaved piece of an unused state to the prompt cache. Returns False if there is none."""
         for kv in [it for it in self._unsaved if not self._is_used(it)]:
             if self._write_next(kv):
                 return True
@@ -166,8 +161,8 @@ class StatePool:
         return False
 
     def save_between_passes(self) -> None:
-        """`save_next` between the passes of texts that run, for a small share of their time: so a server that
-        is never idle has little to write where memory runs short.
+        """`save_next` between passes, for a small share of the time, so that a server that is never idle has
+        few unsaved pieces when memory runs short.
         """
         begun = time.monotonic()
         if self._unsaved and begun >= self._write_after:
@@ -176,7 +171,7 @@ class StatePool:
             self._write_after = ended + PASSES_PER_WRITE * (ended - begun)
 
     def state_of(self, key: int) -> SequenceState:
-        """The state of a key, empty if there was none."""
+        """The state of a key, a new one if it is missing."""
         kv = self.of_sessions.get(key)
         if kv is None:
             kv = self.of_sessions[key] = self.new_state()
@@ -193,13 +188,13 @@ class StatePool:
                 self.of_sessions[target] = copy
 
     def keep_to(self, plan: Plan) -> None:
-        """Keep to another plan, and drop states that it has no room for.
+        """Keep to another plan, and drop states that don't fit: unused ones, then the latest in use.
 
-        Those go first that aren't in use, then those whose use began last. The first in use stays.
+        The oldest in use stays.
         """
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
-        self._limit_kept()
+        self._limit_prefixes()
         for kv in reversed(self._in_use[1:]):
             if self._fits(plan.kv_limit_bytes):
                 break
@@ -207,29 +202,29 @@ class StatePool:
         self._claimed(self.nbytes)
 
     def close(self) -> None:
-        """Write what the prompt cache lacks, and drop everything, the backend included. Idempotent."""
+        """Save unsaved states, and drop everything, including the backend. Idempotent."""
         while self.save_next():
             pass
         self.of_sessions.clear()
-        self.kept.clear()
+        self.prefixes.clear()
         self._backend = self._yield_to = None  # type: ignore[assignment]
 
     def new_state(self) -> SequenceState:
-        """An empty state that has no key."""
+        """An empty state without a key."""
         make = SequenceState if self._later is None else self._later.new_state
         return make(self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout))
 
-    def drop_kept(self) -> None:
-        """Drop the prefixes that texts have left."""
+    def drop_prefixes(self) -> None:
+        """Drop the prefixes that aren't in use."""
         self._drop_retired()
-        for kv in self.kept:
+        for kv in self.prefixes:
             if not self._is_used(kv):
                 self._drop(kv)
         self._forget_empty()
 
     def _take_prefix(self, key: int, tokens: Sequence[int]) -> None:
-        """Give `key` the state that has most of `tokens`, or a copy of that part of it, if it has more than
-        the key's own.
+        """Give `key` the state that shares most of `tokens`, or a copy of the prefix, if that is more than
+        the present state shares.
         """
         self._drop_retired()
         present, wanted = self.of_sessions.get(key), tokens[:-1]
@@ -237,7 +232,7 @@ class StatePool:
             return
         held = 0 if present is None else present.nearest(common_prefix(present.tokens, wanted))
         others = [(self._shared(kv, wanted), kv) for kv in self._all() if kv is not present]
-        # Those that aren't in use come first, then those of which least would be lost.
+        # Of equal ones, unused states first, then those that would lose least.
         others.sort(key=lambda it: (-it[0], self._is_used(it[1]), it[1].length))
         for count, kv in others:
             if count < held + SHARED_TOKENS:
@@ -250,15 +245,15 @@ class StatePool:
                 break
 
     def _shared(self, kv: SequenceState, tokens: Sequence[int]) -> int:
-        """How many of `tokens` another text can take from a state."""
+        """Number of `tokens` that another text can take from a state."""
         count = common_prefix(kv.tokens, tokens, min(kv.verified, len(tokens)))
         if self._chunk and count < kv.verified:
             count = min(count, kv.chunked) // self._chunk * self._chunk
         return kv.nearest(count)
 
     def _taken(self, kv: SequenceState, count: int, n_tokens: int) -> SequenceState | None:
-        """A state with the first `count` tokens of kv, for a text of n_tokens: kv itself, or a copy if it is
-        in use or worth that. None: there is no room for one.
+        """A state with the first `count` tokens of kv, for a text of n_tokens: kv itself, or a copy if kv is
+        in use or worth it. None: there is no room.
         """
         in_use = self._is_used(kv)
         if in_use or self._is_worth_a_copy(kv, count, n_tokens):
@@ -268,23 +263,23 @@ class StatePool:
         if count < kv.length:
             self._save(kv)
             kv.truncate(count)
-        self.kept = [it for it in self.kept if it is not kv]
+        self.prefixes = [it for it in self.prefixes if it is not kv]
         for key in [key for key, it in self.of_sessions.items() if it is kv]:
             del self.of_sessions[key]
         return kv
 
     def _is_worth_a_copy(self, kv: SequenceState, count: int, n_tokens: int) -> bool:
-        """Whether others would lose less to a copy than this state loses by going another way."""
+        """Whether a copy costs other states less than kv would lose by being truncated."""
         lost = kv.length - count
         needed = self.nbytes + self.layout.nbytes(n_tokens + 1)
         short = max(0, needed - self._plan.kv_limit_bytes)
         if kv.states is not None and not short:
-            # Once it has gone on, it may not come back to this place.
+            # A recurrent state may later not be able to go back to this place.
             return True
         return lost * LOST_SHARE >= count and short * kv.length <= kv.nbytes * lost
 
     def _copied(self, kv: SequenceState, n_tokens: int | None = None) -> SequenceState | None:
-        """A copy of a state's first n_tokens, by default of all; None if there is no room for it."""
+        """A copy of a state's first n_tokens, by default of all; None if there is no room."""
         self._in_use.append(kv)
         try:
             copy = kv.fork(n_tokens)
@@ -292,31 +287,31 @@ class StatePool:
             return None
         finally:
             self._no_longer_used(kv)
-        if any(kv is it for it in self.kept):
-            self.kept = [*(it for it in self.kept if it is not kv), kv]
+        if any(kv is it for it in self.prefixes):
+            self.prefixes = [*(it for it in self.prefixes if it is not kv), kv]
         return copy
 
     def _leave(self, kv: SequenceState | None) -> None:
         """Keep a state as a prefix for other texts."""
         if kv is not None:
-            self.kept.append(kv)
-            self._limit_kept()
+            self.prefixes.append(kv)
+            self._limit_prefixes()
 
-    def _limit_kept(self) -> None:
-        """Keep at most MAX_KEPT prefixes. Where weights come from flash, they have one full context's memory
-        together: the plan has neurons beside that.
+    def _limit_prefixes(self) -> None:
+        """Keep at most MAX_PREFIXES prefixes, and within one full context's memory if weights come from
+        flash, as the plan gives the remaining memory to neurons.
         """
-        for kv in self.kept[:-MAX_KEPT]:
+        for kv in self.prefixes[:-MAX_PREFIXES]:
             if not self._is_used(kv):
                 self._drop(kv)
         if self._plan.offloads_weights:
-            for kv in self.kept:
-                while self.kept_bytes > self._plan.kv_cache_bytes and kv.nbytes and not self._is_used(kv):
-                    self._shorten(kv, self.kept_bytes - self._plan.kv_cache_bytes)
+            for kv in self.prefixes:
+                while self.prefix_bytes > self._plan.kv_cache_bytes and kv.nbytes and not self._is_used(kv):
+                    self._shorten(kv, self.prefix_bytes - self._plan.kv_cache_bytes)
         self._forget_empty()
 
     def _forget_empty(self) -> None:
-        self.kept = [kv for kv in self.kept if kv.nbytes or self._is_used(kv)]
+        self.prefixes = [kv for kv in self.prefixes if kv.nbytes or self._is_used(kv)]
 
     def _drop_retired(self) -> None:
         in_use = []
@@ -335,14 +330,12 @@ class StatePool:
             self.retired.put(each)
 
     def _fits(self, limit_bytes: int, added: int = 0) -> bool:
-        """Whether all states and `added` bytes keep to limit_bytes, and to what other machines have."""
+        """Whether all states and `added` bytes fit limit_bytes, and the other machines."""
         short = self._later is not None and self._later.short_of_room(self.layout, added)
         return self.nbytes + added <= limit_bytes and not short
 
     def _drop_idle(self, limit_bytes: int, added: int = 0) -> None:
-        """Shorten states that aren't in use, prefixes first and then by least use, until the rest and `added`
-        bytes fit.
-        """
+        """Shorten unused states, prefixes first, until all states and `added` bytes fit."""
         self._drop_retired()
         if self._fits(limit_bytes, added):
             return
@@ -353,47 +346,45 @@ class StatePool:
         self._forget_empty()
 
     def _shorten(self, kv: SequenceState, nbytes: int) -> None:
-        """Take `nbytes` or more from a state's end, and a quarter at least, as arrays may move to shrink.
-        What the prompt cache lacks is written first.
-        """
+        """Save a state, and cut `nbytes` and at least a quarter: arrays may move to shrink."""
         self._save(kv)
         tokens = kv.length - -(-nbytes // self.layout.block_bytes) * BLOCK_TOKENS if nbytes > 0 else kv.length
         tokens = min(tokens, kv.length * 3 // 4)
         kv.truncate(tokens if tokens >= SHARED_TOKENS else 0)
 
     def _drop(self, kv: SequenceState) -> None:
-        """Empty a state. What the prompt cache lacks of it is written first."""
+        """Save a state, and empty it."""
         self._save(kv)
         kv.truncate(0)
 
     def _save(self, kv: SequenceState) -> None:
-        """Write what the prompt cache lacks of a state."""
+        """Write a state's unsaved pieces to the prompt cache."""
         if any(it is kv for it in self._unsaved):
             while self._write_next(kv):
                 pass
             self._saved(kv)
 
     def _save_keyless(self) -> None:
-        """Write and drop the states that have no key: they only wait for that."""
+        """Write and drop the states without a key."""
         for kv in list(self._unsaved):
             if not self._is_held(kv):
                 self._save(kv)
 
     def _write_next(self, kv: SequenceState) -> bool:
-        """Write one file of a state's. False: there is nothing more to write."""
+        """Write one file of a state. Returns False if there is nothing to write."""
         assert self.store is not None
         before, kv.saved = kv.saved, self.store.write_next(kv, kv.saved)
         return kv.saved > before
 
     def _saved(self, kv: SequenceState) -> None:
-        """A state needn't be written any more; without a key it ends here."""
+        """Note that a state is saved. Without a key it ends here."""
         self._unsaved = [it for it in self._unsaved if it is not kv]
         if not self._is_held(kv):
             kv.truncate(0)
 
     def _all(self) -> list[SequenceState]:
-        """All states that later texts may begin with, in the order in which they lose their memory."""
-        return [*self.kept, *self.of_sessions.values()]
+        """All states that later texts may begin with, in the order of eviction."""
+        return [*self.prefixes, *self.of_sessions.values()]
 
     def _is_held(self, kv: SequenceState) -> bool:
         return any(it is kv for it in self._all())
@@ -402,11 +393,11 @@ class StatePool:
         return any(it is kv for it in self._in_use)
 
     def _no_longer_used(self, kv: SequenceState) -> None:
-        """End the use that began last: a text that came earlier and still uses a state keeps its place."""
+        """End the latest use of kv, so that an older text that still uses it keeps its place."""
         del self._in_use[max(at for at, it in enumerate(self._in_use) if it is kv)]
 
     def _allocate(self, nbytes: int) -> Block:
-        """Memory for a block or states; neurons yield before it exists."""
+        """Memory for a block or states; weights yield first."""
         plan = self._plan
         self._drop_idle(plan.kv_limit_bytes, nbytes)
         short = "" if self._later is None else self._later.short_of_room(self.layout, nbytes)
@@ -417,7 +408,7 @@ class StatePool:
                 required_bytes=plan.budget_bytes,
             )
         if not self._claimed(self.nbytes + nbytes):
-            # One full context is guaranteed; the rest belongs to another model by now.
+            # One full context is guaranteed; another model has claimed the rest.
             self._drop_idle(plan.kv_cache_bytes, nbytes)
         if not self._claimed(self.nbytes + nbytes):
             raise BudgetError(
@@ -426,7 +417,7 @@ class StatePool:
                 required_bytes=plan.budget_bytes + nbytes,
             )
         self._yield_to(self.nbytes + nbytes)
-        # The whole block at once: pages first touched as tokens are written would hit a limit one by one.
+        # All pages at once: pages first touched when tokens are written would hit a limit one by one.
         block = self._backend.allocate_block(nbytes)
         self.nbytes += nbytes
         return block
@@ -438,7 +429,7 @@ class StatePool:
     def _claimed(self, nbytes: int) -> bool:
         """Claim `nbytes` for all states. Returns False if they don't fit.
 
-        Beyond one full context, the states may only have memory that no other model claims.
+        Beyond one full context, states get only memory that no other model claims.
         """
         plan = self._plan
         beyond = 0 if plan.offloads_weights else max(0, nbytes - plan.kv_cache_bytes)

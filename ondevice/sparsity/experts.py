@@ -180,7 +180,7 @@ class ExpertFetcher(CachedSource):
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def experts(
-        self, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         if batch.resident_only or batch.stream_rows:
             raise OndeviceError("experts can't be estimated from those in memory alone")
@@ -199,7 +199,7 @@ class ExpertFetcher(CachedSource):
             missing = deque(expert for expert in wanted if expert not in addresses)
             self._prefetcher.count_missing(len(under_way) + len(missing))
             here = [expert for expert in addresses if expert not in under_way]
-            order = wanted if in_order else [*here, *under_way, *missing]
+            order = wanted if needs_expert_order else [*here, *under_way, *missing]
             for done, expert in enumerate(order):
                 self._begin(layer, missing, under_way, order[done:])
                 if not missing:
@@ -226,7 +226,7 @@ class ExpertFetcher(CachedSource):
                 return
             # Slots may be used by computations of a backend that are still under way.
             memory = self._layers[layer].piece_memory
-            memory.wait(memory.asked())
+            memory.wait(memory.take_pending())
             expert = missing.popleft()
             own = np.array([expert], dtype=np.int32)
             slot, begun = int(cache.acquire(turn, own).addresses[0]), False

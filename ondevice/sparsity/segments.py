@@ -311,7 +311,7 @@ class SegmentPool(NeuronSource):
 
     def _let_go(self, ahead: ReadAhead, keep: int) -> None:
         """Release all pieces but the latest `keep`, which may still be in use."""
-        self._held.append(self._memory.asked())
+        self._held.append(self._memory.take_pending())
         while len(self._held) > keep:
             self._memory.wait(self._held.popleft())
             ahead.release()
@@ -372,7 +372,7 @@ class SegmentPool(NeuronSource):
 
     def _forget_held(self) -> None:
         """Wait until no computation uses the buffers, which reads are about to overwrite."""
-        self._held.append(self._memory.asked())
+        self._held.append(self._memory.take_pending())
         while self._held:
             self._memory.wait(self._held.popleft())
 

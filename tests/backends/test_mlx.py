@@ -291,9 +291,9 @@ def test_the_budget_chooses_no_mode_where_modes_differ_in_bits(monkeypatch: pyte
 def test_auto_is_cpu_but_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RuntimeConfig().backend == "auto"
     monkeypatch.setattr(backend_choice.sys, "platform", "linux")
-    assert backend_choice.settled_backend("auto") == "cpu"
+    assert backend_choice.resolved_backend("auto") == "cpu"
     monkeypatch.setattr(backend_choice.sys, "platform", "darwin")
     monkeypatch.setattr(backend_choice.platform, "machine", lambda: "arm64")
-    assert backend_choice.settled_backend("auto") == "mlx"
+    assert backend_choice.resolved_backend("auto") == "mlx"
     monkeypatch.setattr(backend_choice, "has_mlx", lambda: False)
-    assert backend_choice.settled_backend("auto") == "cpu"
+    assert backend_choice.resolved_backend("auto") == "cpu"

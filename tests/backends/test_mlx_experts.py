@@ -261,4 +261,4 @@ def test_experts_that_are_stored_neuron_by_neuron(tmp_path: Path, case: str, act
 
 
 def test_auto_is_cpu(olmoe: Path) -> None:
-    assert backend_choice.settled_backend(RuntimeConfig().backend, Bundle.open(olmoe).config) == "cpu"
+    assert backend_choice.resolved_backend(RuntimeConfig().backend, Bundle.open(olmoe).config) == "cpu"

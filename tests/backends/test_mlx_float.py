@@ -34,7 +34,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
-from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed  # noqa: E402
+from ondevice.backends.mlx_ops import FloatLinear, MlxOps, activate, normed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 ALL_OPTIONS = tiny_config(attention_bias=True, attention_output_bias=True, qk_norm=True)
@@ -58,9 +58,9 @@ def test_ops_of_blocks_that_few_models_have() -> None:
             theirs.normed(x, Norm(weight, 1e-5)),
         ),
         "gated": (mine.gated(mx.array(x), mx.array(y), "gelu_tanh"), theirs.gated(x, y, "gelu_tanh")),
-        "products": (mine.products(mx.array(x), mx.array(small)), theirs.products(x, small)),
-        "as large": (mine.as_large(mx.array(x), mx.array(y)), theirs.as_large(x, y)),
-        "as large as nothing": (mine.as_large(mx.array(x * 0), mx.array(y)), theirs.as_large(x * 0, y)),
+        "small linear": (mine.small_linear(mx.array(x), mx.array(small)), theirs.small_linear(x, small)),
+        "RMS": (mine.match_rms(mx.array(x), mx.array(y)), theirs.match_rms(x, y)),
+        "RMS of zeros": (mine.match_rms(mx.array(x * 0), mx.array(y)), theirs.match_rms(x * 0, y)),
     }
     for op, (of_mlx, expected) in found.items():
         assert np.abs(np.array(of_mlx) - expected).max() < 1e-5, op
@@ -267,11 +267,11 @@ def test_gradients_equal_those_of_torch(variant_bundle: Any, variant: str) -> No
 class AdaptedBackend(MlxFloatBackend):
     """One Linear gets a low-rank product beside its own: x W^T + x A^T B^T (LoRA, arXiv 2106.09685)."""
 
-    def __init__(self, adapted: MlxLinear, a: Any, b: Any) -> None:
+    def __init__(self, adapted: FloatLinear, a: Any, b: Any) -> None:
         super().__init__()
         self._adapted, self._a, self._b = adapted, a, b
 
-    def linear(self, x: Any, weight: MlxLinear, norm: Norm | None = None, added: Any = None) -> Any:
+    def linear(self, x: Any, weight: FloatLinear, norm: Norm | None = None, added: Any = None) -> Any:
         x = normed(x, norm)
         product = super().linear(x, weight, None, added)
         return product + x @ self._a.T @ self._b.T if weight is self._adapted else product

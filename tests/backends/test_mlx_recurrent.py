@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends import recurrent, reference_conv, reference_delta, reference_mamba2
+from ondevice.backends import recurrent, reference_recurrence
 from ondevice.backends.base import KVLayout, Norm
 from ondevice.backends.recurrent import RULE_TOKENS, Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.reference_recurrence import of_pass
@@ -93,11 +93,11 @@ class Rule:
             state=lambda layer: self.state, next_state=lambda layer: after, ahead=lambda layer: None
         )
         if isinstance(self.spec, ConvSpec):
-            found = reference_conv.short_conv(self.projected, states, 0, self.spec, self.weights)
+            found = reference_recurrence.short_conv(self.projected, states, 0, self.spec, self.weights)
         else:
-            rule: Any = reference_delta.gated_delta
+            rule: Any = reference_recurrence.gated_delta
             if isinstance(self.spec, Mamba2Spec):
-                rule = reference_mamba2.mamba2
+                rule = reference_recurrence.mamba2
             found = of_pass(rule, self.projected, self.gates, states, 0, self.spec, self.weights)
         return found, after
 
@@ -286,7 +286,7 @@ def test_states_lie_in_files_as_those_of_cpu_do(hybrid: Path) -> None:
     for layer in layout.config.recurrent_layers:
         own = layout.of(data, layer)
         own[:] = np.random.default_rng(layer).standard_normal(len(own))
-    buffer = memory.made(lambda nbytes: None, layout.nbytes)
+    buffer = memory.new_buffer(lambda nbytes: None, layout.nbytes)
     memory.load(buffer, lambda target: target.__setitem__(slice(None), data))
     assert memory.data(buffer).tobytes() == data.tobytes()
 

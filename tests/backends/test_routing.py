@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ondevice.backends import native_routing
 from ondevice.backends.base import Float32
-from ondevice.backends.routing import FEW, exp, route, sigmoid
+from ondevice.backends.routing import FEW, exp, native_route, route, sigmoid
 from ondevice.model_config import ExpertsSpec
 
 SPECS = {
@@ -96,7 +95,7 @@ def test_native_routing_has_the_same_bits(name: str) -> None:
     rows[0, 5] = -np.inf
     scales = np.abs(logits(1, 9)[0]) if name == "softmax" else None
     told = route(rows, spec, bias_of(spec), scales)
-    found = native_routing.route(rows, spec, bias_of(spec), scales)
+    found = native_route(rows, spec, bias_of(spec), scales)
     np.testing.assert_array_equal(found.ids, told.ids)
     assert found.weights.tobytes() == told.weights.tobytes()
 
@@ -105,7 +104,7 @@ def test_native_routing_has_the_same_bits(name: str) -> None:
 def test_native_routing_of_what_is_not_finite_gives_experts_that_exist(name: str) -> None:
     rows = logits(6)
     rows[0], rows[1, 3], rows[2, :] = np.nan, np.inf, -np.inf
-    found = native_routing.route(rows, SPECS[name], bias_of(SPECS[name]))
+    found = native_route(rows, SPECS[name], bias_of(SPECS[name]))
     assert ((found.ids >= 0) & (found.ids < 16)).all()
     assert not np.isfinite(found.weights[0]).all()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.row_invariance import MOST_ROWS, RowOp, RowWidths, measured, width_of
+from ondevice.backends.row_invariance import MAX_ROWS, RowOp, RowWidths, measured, width_of
 from ondevice.errors import BackendUnavailableError
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Root, grow
@@ -33,7 +33,7 @@ CPU_DEVICE = pytest.mark.skipif(ON_GPU, reason="a GPU may be narrower by itself 
 
 def op(wrong: Callable[[int, int], bool], name: str = "op", kind: Any = "any") -> RowOp:
     """An op that gives row i of n other bits if wrong(i, n)."""
-    values = np.arange(MOST_ROWS, dtype=np.float32)[:, None]
+    values = np.arange(MAX_ROWS, dtype=np.float32)[:, None]
 
     def together(rows: int) -> Any:
         found = values[:rows].copy()
@@ -48,11 +48,11 @@ def op(wrong: Callable[[int, int], bool], name: str = "op", kind: Any = "any") -
 @pytest.mark.parametrize(
     ("wrong", "width"),
     [
-        (lambda row, rows: False, MOST_ROWS),
+        (lambda row, rows: False, MAX_ROWS),
         (lambda row, rows: rows > 5, 5),
         (lambda row, rows: rows > 5 and row == 3, 5),
         (lambda row, rows: rows == 6, 5),
-        (lambda row, rows: rows == MOST_ROWS and row == 0, MOST_ROWS - 1),
+        (lambda row, rows: rows == MAX_ROWS and row == 0, MAX_ROWS - 1),
         (lambda row, rows: rows > 1, 1),
     ],
 )
@@ -81,9 +81,9 @@ def test_what_no_draft_depends_on_any_more_is_not_measured() -> None:
         op(lambda row, rows: rows > 1, "chain", "chain"),
     )
     fine = op(lambda row, rows: False, "fine")
-    assert measured([fine, two, tree]) == (RowWidths(1, 1), {"fine": MOST_ROWS, "two": 1})
+    assert measured([fine, two, tree]) == (RowWidths(1, 1), {"fine": MAX_ROWS, "two": 1})
     assert measured([tree, chain, fine]) == (RowWidths(1, 1), {"tree": 1, "chain": 1})
-    assert measured([tree, fine]) == (RowWidths(MOST_ROWS, 1), {"tree": 1, "fine": MOST_ROWS})
+    assert measured([tree, fine]) == (RowWidths(MAX_ROWS, 1), {"tree": 1, "fine": MAX_ROWS})
 
 
 def test_a_draft_that_must_not_branch_is_a_chain() -> None:
@@ -115,7 +115,7 @@ def watch_trees(monkeypatch: pytest.MonkeyPatch, fault: bool) -> list[int]:
 
 
 def draft_as_much_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    always_draft(monkeypatch, [MOST_ROWS])
+    always_draft(monkeypatch, [MAX_ROWS])
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: policy._max_nodes)
 
 

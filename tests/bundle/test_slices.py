@@ -22,7 +22,7 @@ from ondevice.converters.training.hotness import write_hotness
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import WHOLE, ModelConfig, cut_places
+from ondevice.model_config import FULL_MODEL, ModelConfig, cut_places
 from ondevice.model_config.part import part_config
 from tests.golden.build import golden_config
 from tests.support.bundles import open_sound
@@ -177,7 +177,7 @@ def test_a_slice_of_a_slice_is_the_slice(prime: Bundle) -> None:
 
 def test_all_layers_are_the_whole_bundle(prime: Bundle) -> None:
     assert prime.slice(0, 61) is prime
-    assert prime.config.part == WHOLE
+    assert prime.config.part == FULL_MODEL
 
 
 def test_keys_and_the_layers_that_read_them_stay_together(folders: dict[str, Path]) -> None:

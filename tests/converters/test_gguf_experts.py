@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.reference import dequantise
+from ondevice.backends.reference import dequantize_rows
 from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.tiles import untiled
@@ -183,7 +183,7 @@ def copied_matrices(
         ("gate", "up", "down"), layout.part_offsets, layout.matrices, strict=True
     ):
         codes, scales, biases, _ = untiled(record[offset : offset + matrix.nbytes], matrix)
-        values = dequantise(codes, scales, biases, stored, matrix.row.cols)
+        values = dequantize_rows(codes, scales, biases, stored, matrix.row.cols)
         yield f"blk.1.ffn_{name}_exps.weight", matrix, values
 
 

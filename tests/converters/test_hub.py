@@ -53,10 +53,10 @@ def test_what_comes_more_than_once_is_foreseen(hub: HubServer, tmp_path: Path, c
     write_model(source, family, {**options, "num_hidden_layers": 1})
     with prepare("some/model", tmp_path / "bundle") as prepared:
         hub.rules.sent_bytes = 0
-        foreseen = prepared.foreseen()
+        estimate = prepared.estimate()
         prepared.run()
-    assert foreseen.download_bytes > sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    assert hub.rules.sent_bytes == foreseen.download_bytes
+    assert estimate.download_bytes > sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert hub.rules.sent_bytes == estimate.download_bytes
 
 
 @pytest.mark.fast("True-3")
@@ -77,15 +77,15 @@ def test_every_weight_comes_once(hub: HubServer, repository: Path, tmp_path: Pat
     """Each shard is smaller here than what is read of it for its header, so that comes twice."""
     with prepare("some/model", tmp_path / "bundle") as prepared:
         headers, hub.rules.sent_bytes = hub.rules.sent_bytes, 0
-        foreseen = prepared.foreseen()
+        estimate = prepared.estimate()
         assert hub.rules.sent_bytes == 0
         prepared.run()
     total = sum(path.stat().st_size for path in repository.glob("*.safetensors"))
     assert headers <= total
-    assert hub.rules.sent_bytes == foreseen.download_bytes
-    assert 0.99 * total < foreseen.download_bytes < total
+    assert hub.rules.sent_bytes == estimate.download_bytes
+    assert 0.99 * total < estimate.download_bytes < total
     written = sum(path.stat().st_size for path in (tmp_path / "bundle").iterdir())
-    assert written <= foreseen.bundle_bytes <= written + (1 << 20)
+    assert written <= estimate.bundle_bytes <= written + (1 << 20)
 
 
 def test_connections_that_break_go_on_where_they_broke(
@@ -96,12 +96,12 @@ def test_connections_that_break_go_on_where_they_broke(
         hub.rules.sent_bytes = 0
         hub.rules.break_after = [5, 1000, 30000, 1 << 30, 0, 16384, 1 << 30, 12, 1 << 30, 40000]
         hub.rules.refuse = [503, 429]
-        foreseen = prepared.foreseen()
+        estimate = prepared.estimate()
         prepared.run()
     assert hub.rules.break_after == []
     assert hub.rules.refuse == []
     assert weights(tmp_path / "bundle") == expected
-    assert hub.rules.sent_bytes == foreseen.download_bytes
+    assert hub.rules.sent_bytes == estimate.download_bytes
 
 
 @pytest.mark.parametrize("header", [("Retry-After", "1"), ("RateLimit", '"resolvers";r=0;t=1')])
@@ -136,11 +136,11 @@ def test_columns_of_large_matrices_pass_through_a_file_without_a_name(
     expected = weights(api.convert(repository, tmp_path / "expected"))
     with prepare("some/model", tmp_path / "bundle") as prepared:
         hub.rules.sent_bytes = 0
-        foreseen = prepared.foreseen()
-        assert foreseen.passing_bytes == 64 * 700 * 4
+        estimate = prepared.estimate()
+        assert estimate.passing_bytes == 64 * 700 * 4
         prepared.run()
     assert weights(tmp_path / "bundle") == expected
-    assert hub.rules.sent_bytes == foreseen.download_bytes
+    assert hub.rules.sent_bytes == estimate.download_bytes
 
 
 def files_of_this_process(*folders: Path) -> int:
@@ -196,15 +196,15 @@ def test_a_kept_source_is_whole_and_serves_without_the_hub(
     # The same weights in a form that isn't needed, as some repositories have them.
     (repository / "consolidated.safetensors").write_bytes(b"no safetensors at all")
     with prepare("some/model", tmp_path / "bundle", keep_source=True) as prepared:
-        foreseen = prepared.foreseen()
-        assert foreseen.kept_bytes == foreseen.download_bytes
+        estimate = prepared.estimate()
+        assert estimate.kept_bytes == estimate.download_bytes
         prepared.run()
     kept = {path.name: path for path in (tmp_path / "cache").rglob("snapshots/*/*")}
     assert set(kept) == {path.name for path in repository.iterdir()} - {"consolidated.safetensors"}
     assert all(content_hash(kept[name]) == content_hash(repository / name) for name in kept)
     hub.rules.sent_bytes = 0
     with prepare("some/model", tmp_path / "again", "q8") as prepared:
-        assert prepared.foreseen().download_bytes == 0
+        assert prepared.estimate().download_bytes == 0
         headers = hub.rules.sent_bytes
         prepared.run()
         assert hub.rules.sent_bytes == headers

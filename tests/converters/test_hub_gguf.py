@@ -72,12 +72,12 @@ def test_the_bytes_are_those_of_a_file_and_come_once(
     with prepare(f"some/model:{folder}{first.name}", tmp_path / "bundle") as prepared:
         hub.rules.sent_bytes = 0
         hub.rules.break_after = [5, 1000, 3000, 1 << 30, 0, 1 << 30, 12]
-        foreseen = prepared.foreseen()
+        estimate = prepared.estimate()
         assert hub.rules.sent_bytes == 0
         prepared.run()
     assert hub.rules.break_after == []
-    assert hub.rules.sent_bytes == foreseen.download_bytes
-    assert 0 <= foreseen.passing_bytes < foreseen.download_bytes
+    assert hub.rules.sent_bytes == estimate.download_bytes
+    assert 0 <= estimate.passing_bytes < estimate.download_bytes
     assert weights(tmp_path / "bundle") == weights(api.convert(first, tmp_path / "expected"))
     provenance = Bundle.open(tmp_path / "bundle").manifest.provenance
     commit = provenance.source.split("@")[1][:8]
@@ -94,7 +94,7 @@ def test_encoded_columns_that_fit_in_memory_pass_through_no_file(
     monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 14)
     monkeypatch.setattr(Spool, "matrix", lambda *_: pytest.fail("a matrix was spooled"))
     with prepare(NAME, tmp_path / "bundle") as prepared:
-        assert prepared.foreseen().passing_bytes == 0
+        assert prepared.estimate().passing_bytes == 0
         prepared.run()
 
 
@@ -107,11 +107,11 @@ def test_mlx_folders_come_once(hub: HubServer, tmp_path: Path) -> None:
     folder = write_mlx_folder(hub.root / "some" / "model", exceptions=scheme, shards=3)
     with prepare("some/model", tmp_path / "bundle") as prepared:
         hub.rules.sent_bytes = 0
-        foreseen = prepared.foreseen()
+        estimate = prepared.estimate()
         prepared.run()
     assert weights(tmp_path / "bundle") == weights(api.convert(folder.path, tmp_path / "expected"))
     assert Bundle.open(tmp_path / "bundle").manifest.provenance.source_format == "mlx"
-    assert hub.rules.sent_bytes == foreseen.download_bytes
+    assert hub.rules.sent_bytes == estimate.download_bytes
 
 
 def test_a_kept_file_serves_without_the_hub(
@@ -127,12 +127,12 @@ def test_a_kept_file_serves_without_the_hub(
     source = Bundle.open(bundle).manifest.provenance.source
     assert source == f"some/model@{source.split('@')[1][:8]}:Q8_0/{FILE}"
     with prepare(name, tmp_path / "again") as prepared:
-        assert prepared.foreseen().download_bytes == 0
+        assert prepared.estimate().download_bytes == 0
     hub.rules.asked.clear()
     assert weights(api.convert(name, tmp_path / "offline", offline=True)) == expected
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with prepare(name, tmp_path / "switched") as prepared:
-        assert prepared.foreseen().download_bytes == 0
+        assert prepared.estimate().download_bytes == 0
     with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids"):
         convert(tmp_path, "some/model:Q8_0/other.gguf", force=True)
     with pytest.raises(ModelNotFoundError, match="isn't here, and offline=True forbids"):
@@ -170,7 +170,7 @@ def test_a_gated_repository(
         convert(tmp_path)
     monkeypatch.setenv("HF_TOKEN", hub.rules.token)
     with prepare(NAME, tmp_path / "bundle") as prepared:
-        assert prepared.foreseen().download_bytes > 0
+        assert prepared.estimate().download_bytes > 0
     assert hub.rules.leaked_tokens == 0
 
 

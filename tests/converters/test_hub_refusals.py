@@ -106,14 +106,14 @@ def test_what_does_not_fit_is_refused_before_a_weight_comes(
 ) -> None:
     with prepare("some/model", tmp_path / "bundle") as prepared:
         hub.rules.sent_bytes = 0
-        small = prepared.least_plan(RuntimeConfig(dram_budget=1_000_000))
+        small = prepared.smallest_plan(RuntimeConfig(dram_budget=1_000_000))
         with pytest.raises(BudgetError) as refused:
             prepared.require_fit(small)
         # A run refuses to read the tokenizer below this, however little it then takes.
         data = (repository / "tokenizer.json").read_bytes()
         assert small.opening_bytes > loading_bytes("tokenizers", [data])
         assert refused.value.required_bytes > small.opening_bytes
-        enough = prepared.least_plan(RuntimeConfig(dram_budget=refused.value.required_bytes + (8 << 20)))
+        enough = prepared.smallest_plan(RuntimeConfig(dram_budget=refused.value.required_bytes + (8 << 20)))
         prepared.require_fit(enough)
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(OndeviceError, match=r"would take .*1000 bytes.* free"):

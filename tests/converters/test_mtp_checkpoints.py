@@ -111,7 +111,7 @@ def check_logits(source: Path, model: Any, folder: Path, backend: BackendName) -
         tokens, own_backend = random_tokens(transformer.config, 40), transformer.backend
         output = transformer.run(ForwardBatch(tokens), SequenceState(KVLayout(transformer.config, bits)))
         with FlashReader([opened.added_file(MTP_SIDECAR.tensors)], "buffered") as reader:
-            layer = load_draft_layer(opened, opened.mtp, reader, own_backend, transformer.weights, 0, 256)
+            layer = load_draft_layer(opened, opened.mtp, reader, own_backend, transformer.weights, 256)
         mixed = layer.mixed(output.tapped)
         states = np.array(own_backend.to_numpy(mixed))
         own, rows, found = SequenceState(KVLayout(layer.config, bits)), tokens[1:], []

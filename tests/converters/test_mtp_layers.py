@@ -77,7 +77,7 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
         (tapped,) = output.tapped
         with FlashReader([opened.added_file(MTP_SIDECAR.tensors)], "buffered") as reader:
             loaded = load_draft_layer(
-                opened, opened.mtp, reader, transformer.backend, transformer.weights, 0, 256
+                opened, opened.mtp, reader, transformer.backend, transformer.weights, 256
             )
         own, found = SequenceState(KVLayout(loaded.config, kv_bits)), []
         states = np.array(transformer.backend.to_numpy(tapped), np.float64)

@@ -12,8 +12,7 @@ import pytest
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.cpu_recurrent import native_mixer
 from ondevice.backends.recurrent import DeltaWeights, MixerWeights
-from ondevice.backends.reference_delta import gated_delta
-from ondevice.backends.reference_mamba2 import mamba2
+from ondevice.backends.reference_recurrence import gated_delta, mamba2
 from ondevice.backends.token_tree import TokenTree
 from ondevice.kernels import _native
 from ondevice.model_config import DeltaSpec, Mamba2Spec

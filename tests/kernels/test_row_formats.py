@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.backends.reference import dequantise
+from ondevice.backends.reference import dequantize_rows
 from ondevice.bundle.codes import E2M1, MAX_POWER, pack, unpack
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import MXFP4, TILE_FORMATS, Bits, RowFormat, Scales
@@ -151,7 +151,7 @@ def test_mxfp4_rows_mean_what_the_standard_says() -> None:
     np.testing.assert_array_equal(found[0].astype(np.float64), expected)
     assert np.isfinite(found).all()
     none = np.zeros((1, 0), dtype=np.float16)
-    assert dequantise(codes, scales, none, MXFP4, expected.size).tobytes() == found.tobytes()
+    assert dequantize_rows(codes, scales, none, MXFP4, expected.size).tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -38,7 +38,7 @@ def test_a_token_takes_what_the_slower_rate_takes(
         )
         forecast = forecast_model(resolved)
         least, full = forecast.by_budget[0], forecast.by_budget[-1]
-        assert least.budget_bytes == resolved.frugal.plan.minimum_budget_bytes
+        assert least.budget_bytes == resolved.smallest_plan.plan.minimum_budget_bytes
         assert full.flash_bytes_per_token == 0 <= least.flash_bytes_per_token
         assert least.tokens_per_second <= full.tokens_per_second
         if multiply > 1e9:

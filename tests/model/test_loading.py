@@ -22,7 +22,7 @@ from ondevice.errors import BundleError, FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.model import parts
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.tensor_file import READ_AHEAD, ReadAhead, TensorFile
+from ondevice.model.tensor_file import READ_AHEAD, TaskResults, TensorFile
 from tests.support.engines import bundle_weights
 from tests.support.models import write_checkpoint
 
@@ -91,7 +91,7 @@ def test_read_ahead_keeps_order_and_bounds() -> None:
 
         return work
 
-    with ReadAhead(task(index) for index in range(30)) as ahead:
+    with TaskResults(task(index) for index in range(30)) as ahead:
         for index in range(20):
             assert ahead.next() == index
             assert started <= index + 1 + READ_AHEAD
@@ -103,7 +103,7 @@ def test_read_ahead_raises_in_its_place() -> None:
         raise FlashReadError("bad bytes")
 
     tasks: list[Callable[[], int]] = [lambda: 1, fails, lambda: 3]
-    with ReadAhead(iter(tasks)) as ahead:
+    with TaskResults(iter(tasks)) as ahead:
         assert ahead.next() == 1
         with pytest.raises(FlashReadError):
             ahead.next()

@@ -435,7 +435,7 @@ def test_tokens_ahead_are_taken_back(model: Transformer, text: list[int], whole:
     copy = kv.fork()
     kv.truncate(125)
     assert kv.length == 125
-    model.settle(kv, 123)
+    model.commit(kv, 123)
     batch = ForwardBatch([text[125], 9, text[126], 8], TokenTree([-1, 0, 0, 2]), drafted=[1, 2, 3])
     found = model.run(batch, kv)
     assert np.array_equal(model.checked_logits(found.hidden)[[0, 2]], whole[125:127])

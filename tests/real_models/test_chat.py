@@ -97,7 +97,7 @@ def test_the_budget_is_one_that_fits_and_leaves_some_on_flash(places: dict[str, 
         # The budget is measured with this process, so it is compared with plans of this one.
         resolved = open_model(model_home() / chat.BUNDLE, RuntimeConfig(dram_budget=budget))
     plan = resolved.plan
-    assert resolved.frugal.plan.minimum_budget_bytes + (4 << 20) < plan.budget_bytes
+    assert resolved.smallest_plan.plan.minimum_budget_bytes + (4 << 20) < plan.budget_bytes
     assert plan.segments_for(plan.kv_block_bytes, DECODE_TOKENS) < 0.95 * plan.segment.total
 
 

@@ -20,7 +20,7 @@ from ondevice.backends.base import KVLayout  # noqa: E402
 from ondevice.backends.forward_batch import ForwardBatch  # noqa: E402
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
-from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
+from ondevice.backends.mlx_ops import FloatLinear  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
 from ondevice.bundle.streams import MultiStreams as MultiStreamFacts  # noqa: E402
 from ondevice.converters.training.streams.loss import TrainingWindow, load_top, stream_loss  # noqa: E402
@@ -62,7 +62,7 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
     first = model.streams.first_layer  # type: ignore[union-attr]
 
     def low(name: str) -> LowRank:
-        return LowRank(*(MlxLinear(arrays[f"{name}.{side}"], None) for side in ("down", "up")))
+        return LowRank(*(FloatLinear(arrays[f"{name}.{side}"], None) for side in ("down", "up")))
 
     layers = tuple(
         MultiStreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))

@@ -19,7 +19,7 @@ from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.measure.profiling import SAMPLED_PIECE_TOKENS
 from ondevice.runtime import resolving
-from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, SMALL_CHUNK, ResolvedModel, check_tokens
+from ondevice.runtime.resolving import CONTEXT_STEP, MIN_CONTEXT, SMALL_CHUNK, ResolvedModel, check_tokens
 from ondevice.training import PIECE_TOKENS
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Run
@@ -58,7 +58,7 @@ def budget_for(bundle: Path, context: int) -> int:
     return plan_of(bundle, max_context=context).minimum_budget_bytes + REPEAT_MARGIN_BYTES
 
 
-@pytest.mark.parametrize("context", [LEAST_CONTEXT, 1536, LONGEST - CONTEXT_STEP])
+@pytest.mark.parametrize("context", [MIN_CONTEXT, 1536, LONGEST - CONTEXT_STEP])
 def test_the_longest_context_that_fits_is_taken(bundle: Path, context: int) -> None:
     budget = budget_for(bundle, context)
     plan = plan_of(bundle, dram_budget=budget)
@@ -74,20 +74,20 @@ def test_prompts_are_read_in_small_chunks_where_nothing_else_fits(bundle: Path) 
     unnamed, (budget, least) = (
         {"prefill_chunk": 0},
         (
-            budget_for(bundle, LEAST_CONTEXT),
-            plan_of(bundle, max_context=LEAST_CONTEXT, prefill_chunk=SMALL_CHUNK).minimum_budget_bytes,
+            budget_for(bundle, MIN_CONTEXT),
+            plan_of(bundle, max_context=MIN_CONTEXT, prefill_chunk=SMALL_CHUNK).minimum_budget_bytes,
         ),
     )
-    assert least < plan_of(bundle, max_context=LEAST_CONTEXT).minimum_budget_bytes - (1 << 20)
+    assert least < plan_of(bundle, max_context=MIN_CONTEXT).minimum_budget_bytes - (1 << 20)
     # A context is shortened first.
     assert resolved(bundle, **unnamed, dram_budget=budget).runtime.prefill_chunk == PREFILL_CHUNK
     small = resolved(bundle, **unnamed, dram_budget=least)
     assert (small.plan.fits, small.plan.max_context, small.runtime.prefill_chunk) == (
         True,
-        LEAST_CONTEXT,
+        MIN_CONTEXT,
         SMALL_CHUNK,
     )
-    assert small.frugal.plan.minimum_budget_bytes == least
+    assert small.smallest_plan.plan.minimum_budget_bytes == least
     assert not resolved(bundle, dram_budget=least).plan.fits
     assert not resolved(bundle, **unnamed, dram_budget=least - REPEAT_MARGIN_BYTES - 1).plan.fits
     with load(bundle, dram_budget=least, **OPTIONS | unnamed) as model:
@@ -112,7 +112,7 @@ def test_below_the_least_context_there_is_no_budget_unless_a_shorter_one_is_aske
     ) as caught:
         load(bundle, dram_budget=budget, **OPTIONS)
     with load(bundle, dram_budget=caught.value.required_bytes, **OPTIONS) as model:
-        assert model.plan.max_context >= LEAST_CONTEXT
+        assert model.plan.max_context >= MIN_CONTEXT
     with load(bundle, dram_budget=budget, max_context=256, **OPTIONS) as model:
         assert model.plan.max_context == 256
     with pytest.raises(BudgetError) as caught:
@@ -228,7 +228,7 @@ def test_chat_and_inspect_take_the_share_and_generate_does_not(
 
 
 def test_what_training_and_profiles_read_does_not_follow_the_budget() -> None:
-    assert max(PIECE_TOKENS, SAMPLED_PIECE_TOKENS) <= LEAST_CONTEXT
+    assert max(PIECE_TOKENS, SAMPLED_PIECE_TOKENS) <= MIN_CONTEXT
 
 
 def test_a_model_with_a_short_context_of_its_own_keeps_it() -> None:
@@ -247,17 +247,17 @@ def test_a_shorter_context_ends_a_text_earlier_and_changes_none_of_its_tokens(bu
     }
     with load(bundle, dram_budget="8GB", **OPTIONS) as model:
         whole = model.generate(tokens=prompt, **sampling)
-    with load(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT), **OPTIONS) as model:
+    with load(bundle, dram_budget=budget_for(bundle, MIN_CONTEXT), **OPTIONS) as model:
         cut = model.generate(tokens=prompt, **sampling)
         with pytest.raises(ContextOverflowError):
             model.generate(tokens=prompt * 2)
-    assert (len(whole.tokens), len(cut.tokens)) == (200, LEAST_CONTEXT - len(prompt))
+    assert (len(whole.tokens), len(cut.tokens)) == (200, MIN_CONTEXT - len(prompt))
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     assert cut.finish_reason == "length"
 
 
 def test_a_prompt_that_the_shortened_context_cannot_hold_says_why(bundle: Path) -> None:
-    short = resolved(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT))
+    short = resolved(bundle, dram_budget=budget_for(bundle, MIN_CONTEXT))
     with pytest.raises(ContextOverflowError) as caught:
         check_tokens(short, range(600))
     (note,) = caught.value.__notes__
@@ -271,21 +271,21 @@ def test_a_score_never_follows_the_budget(bundle: Path, ondevice: Run, tmp_path:
     said = "Once upon a time. " * 40
     text = tmp_path / "text"
     text.write_text(said)
-    budget = budget_for(bundle, LEAST_CONTEXT)
+    budget = budget_for(bundle, MIN_CONTEXT)
     options = ("eval", "-m", bundle, "--text", text, "--threads", 1, "--speculation", "off", "--json")
     refused = ondevice(*options, "--dram-budget", budget)
     assert refused.code == 5
-    assert f"; --max-context {LEAST_CONTEXT} would fit." in refused.err
+    assert f"; --max-context {MIN_CONTEXT} would fit." in refused.err
     assert "so that one isn't shortened unasked" in refused.err
     with load(bundle, dram_budget=budget, **OPTIONS) as model:
-        assert model.plan.max_context == LEAST_CONTEXT
+        assert model.plan.max_context == MIN_CONTEXT
         with pytest.raises(BudgetError) as caught:
             model.score(said)
         assert model.generate("Once", max_tokens=2).tokens
     # The commands' process is this one, which other tests may have grown.
     enough = ondevice(*options, "--dram-budget", caught.value.required_bytes + (8 << 20)).json
     assert enough == ondevice(*options, "--dram-budget", "8GB").json
-    asked = ondevice(*options, "--dram-budget", budget, "--max-context", LEAST_CONTEXT).json
+    asked = ondevice(*options, "--dram-budget", budget, "--max-context", MIN_CONTEXT).json
     assert asked["tokens"] == enough["tokens"]
     assert asked["perplexity"] != enough["perplexity"]
 
@@ -294,7 +294,7 @@ def test_inspect_says_what_would_fit(bundle: Path, ondevice: Run) -> None:
     options = ("-m", bundle, "--threads", 1, "--dram-budget", budget_for(bundle, 1536))
     shown = ondevice("inspect", *options, "--json").json
     assert (shown["plan"]["max_context"], shown["plan"]["wanted_context"]) == (1536, LONGEST)
-    assert (shown["minimum_budget_context"], shown["fitting_context"]) == (LEAST_CONTEXT, 0)
+    assert (shown["minimum_budget_context"], shown["fitting_context"]) == (MIN_CONTEXT, 0)
     assert shown["minimum_budget_bytes"] < shown["plan"]["minimum_budget_bytes"]
     text = ondevice("inspect", *options).out
     assert re.search(r"^memory for .*, context 1536 tokens, as 4096 would not fit, with ", text, re.MULTILINE)
@@ -312,7 +312,7 @@ def test_a_second_model_drafts_with_the_shortened_context(bundle: Path) -> None:
     whole = resolved(bundle, dram_budget="8GB", **options)
     assert whole.draft is not None
     assert whole.draft.plan.max_context == whole.draft.runtime.max_context == LONGEST
-    budget = (plan_of(bundle, **options).minimum_budget_bytes + budget_for(bundle, LEAST_CONTEXT)) // 2
+    budget = (plan_of(bundle, **options).minimum_budget_bytes + budget_for(bundle, MIN_CONTEXT)) // 2
     short = resolved(bundle, dram_budget=budget, **options)
     assert short.draft is not None
     assert short.plan.fits

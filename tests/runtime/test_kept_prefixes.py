@@ -85,12 +85,12 @@ def test_a_state_that_goes_another_way_is_copied_where_there_is_room(dense: Path
         pool = model._engine.kv
         said(model, LONG)
         said(model, BRANCH)
-        assert sorted(kv.length for kv in pool.kept) == [len(BRANCH) + 7, len(LONG) + 7]
+        assert sorted(kv.length for kv in pool.prefixes) == [len(BRANCH) + 7, len(LONG) + 7]
         # A few tokens of a reply are no loss beside the copy of a long text.
         said(model, LONG)
         said(model, [*LONG, 3])
-        assert len(pool.kept) == 2
-        assert pool.nbytes == pool.kept_bytes == sum(kv.nbytes for kv in pool.kept)
+        assert len(pool.prefixes) == 2
+        assert pool.nbytes == pool.prefix_bytes == sum(kv.nbytes for kv in pool.prefixes)
         model.drop_prefixes()
         assert pool.nbytes == model.state_bytes == 0
 
@@ -159,7 +159,7 @@ def test_an_abandoned_prompt_is_read_once(bundle: Path, overlapping: bool) -> No
         assert 96 <= reused < len(LONG)
         assert rows <= len(LONG) + 4
         # A recurrent state that has gone on can't come back to where it was left.
-        assert len(engine.kv.kept) == (2 if engine.kv.layout.states.nbytes else 1)
+        assert len(engine.kv.prefixes) == (2 if engine.kv.layout.states.nbytes else 1)
 
 
 def test_kept_texts_never_exceed_the_budget(relu_chat_bundle: Path) -> None:
@@ -178,7 +178,7 @@ def test_kept_texts_never_exceed_the_budget(relu_chat_bundle: Path) -> None:
             kept += reused
             assert drawn == alone
             assert pool.nbytes <= model.plan.kv_limit_bytes
-            assert pool.kept_bytes <= model.plan.kv_cache_bytes
+            assert pool.prefix_bytes <= model.plan.kv_cache_bytes
             assert model.plan.offloads_weights
         assert kept > 70 * 7
         for text, alone in zip(texts, expected, strict=True):
@@ -186,11 +186,11 @@ def test_kept_texts_never_exceed_the_budget(relu_chat_bundle: Path) -> None:
 
 
 def test_few_prefixes_are_kept(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_pool, "MAX_KEPT", 3)
+    monkeypatch.setattr(state_pool, "MAX_PREFIXES", 3)
     with load(dense, **ROOMY) as model:
         for at in range(5):
             said(model, [10 + at, *OTHER])
-        assert [kv.tokens[0] for kv in model._engine.kv.kept] == [12, 13, 14]
+        assert [kv.tokens[0] for kv in model._engine.kv.prefixes] == [12, 13, 14]
 
 
 def test_sessions_share_their_beginnings(dense: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_copy_of_a_part_has_its_bits(bundle: Path) -> None:
         said(model, LONG)
 
         def copied(count: int) -> int:
-            (kv,) = [it for it in pool.kept if it.length == len(LONG) + 7]
+            (kv,) = [it for it in pool.prefixes if it.length == len(LONG) + 7]
             before = pool.nbytes
             copy = kv.fork(count)
             assert copy.length == kv.nearest(count)
@@ -264,7 +264,7 @@ def test_a_copy_of_a_part_has_its_bits(bundle: Path) -> None:
         for count in (290, 200, 130):
             length = model._owner.call(lambda count=count: copied(count))  # type: ignore[misc]
             assert length >= nearest(model, count)
-        model._owner.call(pool.drop_kept)
+        model._owner.call(pool.drop_prefixes)
         assert said(model, EDITED)[0] == expected
 
 

@@ -39,7 +39,7 @@ def test_modes_change_just_below_the_budget_that_is_named() -> None:
     assert seen[0] == ("exact", "auto")
     assert modes(found) == ("dense", "off")
     # Below that, nothing fits.
-    assert found.plan.least_budget_bytes == found.frugal.plan.least_budget_bytes
+    assert found.plan.least_budget_bytes == found.smallest_plan.plan.least_budget_bytes
     assert mode_change(resolved(dram_budget="1MB")) is None
 
 
@@ -59,7 +59,7 @@ def test_a_larger_budget_takes_neither_drafts_nor_context_back(
         return open_model(bundle, RuntimeConfig(threads=1, dram_budget=budget, context_share=0.25))
 
     ample = taken(1 << 40)
-    least, most = ample.frugal.plan.minimum_budget_bytes, ample.plan.full_bytes
+    least, most = ample.smallest_plan.plan.minimum_budget_bytes, ample.plan.full_bytes
     budgets = [least + (most - least) * step // steps for step in range(steps + 1)]
     found = [taken(budget) for budget in [*budgets, 2 * most, 4 * most]]
     drafts = [it.runtime.speculation == "auto" for it in found]

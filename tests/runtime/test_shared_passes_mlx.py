@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ondevice.backends.row_invariance import MOST_ROWS
+from ondevice.backends.row_invariance import MAX_ROWS
 from ondevice.model.shared_passes import SharedPasses
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft
@@ -59,13 +59,13 @@ def test_the_bits_of_each_alone(
         expected = alone(model, requests)
     assert not parts
     if drafter != "off":
-        always_draft(monkeypatch, [MOST_ROWS, 5, 9])
+        always_draft(monkeypatch, [MAX_ROWS, 5, 9])
     with loaded(bundle, prefill_chunk=29, parallel=4, speculation=drafter, **own) as model:
         assert model.runtime.parallel == 4
         squeeze(model)
         assert together(model, requests) == expected
     assert max(map(len, parts)) == 4
-    assert widest(parts) <= MOST_ROWS
+    assert widest(parts) <= MAX_ROWS
     assert any(drafted for each in parts for _, drafted in each) == (drafter != "off")
 
 

@@ -147,7 +147,7 @@ def test_a_run_hits_what_inspect_lets_expect(
 @pytest.mark.usefixtures("steady_process")
 def test_inspect_says_what_to_expect(calibrated: Path, ondevice: Run) -> None:
     least = Bundle.open(calibrated)
-    budget = resolve(least, RuntimeConfig(backend="cpu")).frugal.plan.minimum_budget_bytes + (1 << 20)
+    budget = resolve(least, RuntimeConfig(backend="cpu")).smallest_plan.plan.minimum_budget_bytes + (1 << 20)
     arguments = ("--backend", "cpu", "--dram-budget", budget)
     found = ondevice("inspect", "-m", calibrated, *arguments, "--json").json["experts"]
     use = use_of(calibrated)

@@ -15,7 +15,7 @@ import pytest
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.backends.cpu import CpuBackend, make_runner
-from ondevice.backends.cpu_slices import CpuSlices
+from ondevice.backends.cpu_neurons import CpuSlices
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import buffer_shape, segment_shape
 from ondevice.bundle.reader import Bundle

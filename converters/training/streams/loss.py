@@ -32,9 +32,9 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
+from ondevice.backends.mlx_float import FloatFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
-from ondevice.backends.mlx_ops import MlxLinear, activate, normed
+from ondevice.backends.mlx_ops import FloatLinear, activate, normed
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, MultiStreams, layer_prefix
@@ -110,7 +110,7 @@ class ResidentBackend(MlxFloatBackend):
     def feed_forward(
         self,
         x: mx.array,
-        weight: MlxFeedForward,
+        weight: FloatFeedForward,
         spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
@@ -176,7 +176,7 @@ class _TopBackend(MlxFloatBackend):
         source: FeedForwardSource,
         selector: Selector | None = None,
         biases: Biases = NO_BIASES,
-        gates: MlxLinear | None = None,
+        gates: FloatLinear | None = None,
         dense: int | None = None,
     ) -> Any:
         # The feed-forward is the last part of a layer.
@@ -194,7 +194,7 @@ def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: in
     """Stream adapters of `num_layers` layers, those of `TopLayers`, from arrays. streams: their shape."""
 
     def low_rank(name: str) -> LowRank:
-        return LowRank(*(MlxLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
+        return LowRank(*(FloatLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
 
     layers = tuple(
         MultiStreamLayer(

@@ -66,7 +66,7 @@ class DraftContext:
         if max(tokens[kept:]) >= transformer.config.vocab_size:
             return None
         kv.truncate(kept)
-        transformer.settle(kv, min(kv.length, text))
+        transformer.commit(kv, min(kv.length, text))
         while True:
             found = transformer.run(self._next(tokens, text), kv, cancelled)
             if kv.length == len(tokens):
@@ -83,7 +83,7 @@ class DraftContext:
             return ForwardBatch(rest[: text - kv.length], last_only=True)
         rest = rest[:AHEAD_TOKENS]
         if kv.states.tokens_ahead + len(rest) > AHEAD_TOKENS:
-            self._model.transformer.settle(kv, kv.length)
+            self._model.transformer.commit(kv, kv.length)
         return ForwardBatch(rest, last_only=True, drafted=range(len(rest)))
 
 

@@ -39,10 +39,10 @@ def ours(spec: dict[str, Any]) -> tuple[Chosen, list[int]]:
     experts = ExpertFetcher.experts
 
     def watched(
-        self: ExpertFetcher, layer: int, routing: Routing, batch: ForwardBatch, in_order: bool
+        self: ExpertFetcher, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
         found.setdefault(layer, []).extend(routing.ids.tolist())
-        return experts(self, layer, routing, batch, in_order)
+        return experts(self, layer, routing, batch, needs_expert_order)
 
     with patch.object(ExpertFetcher, "experts", watched), load(spec) as model:
         events = model.stream(tokens=spec["prompt"], max_tokens=spec["max_tokens"], temperature=0.0)

@@ -34,7 +34,7 @@ from tests.support.stream_twin import StreamTwin
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend  # noqa: E402
+from ondevice.backends.mlx_float import FloatFeedForward, MlxFloatBackend  # noqa: E402
 from ondevice.converters.training.activations import record_entering  # noqa: E402
 from ondevice.converters.training.streams import train as training  # noqa: E402
 from ondevice.converters.training.streams.loss import (  # noqa: E402
@@ -120,7 +120,7 @@ def test_gradients_equal_those_of_torch(mode: str, resident_tokens: int) -> None
 def test_masks_change_streams_and_nothing_else() -> None:
     rng = np.random.default_rng(2)
     gate, up, down = (rng.standard_normal((40, 8)).astype(np.float32) for _ in range(3))
-    weight = MlxFeedForward(mx.array(gate), mx.array(up), mx.array(down))
+    weight = FloatFeedForward(mx.array(gate), mx.array(up), mx.array(down))
     text, ends = (
         rng.standard_normal((7, 8)).astype(np.float32),
         rng.standard_normal((4, 8)).astype(np.float32),
@@ -145,7 +145,7 @@ def test_masks_change_streams_and_nothing_else() -> None:
 def test_streams_of_dense_models_are_masked_to_a_prefix_of_the_neurons() -> None:
     rng = np.random.default_rng(2)
     gate, up, down, x = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (40, 40, 40, 6))
-    weight = MlxFeedForward(mx.array(gate), mx.array(up), mx.array(down))
+    weight = FloatFeedForward(mx.array(gate), mx.array(up), mx.array(down))
     batch = ForwardBatch(range(2), stream_rows=4)
     found = np.array(ResidentBackend(0, 6).feed_forward(mx.array(x), weight, FeedForwardSpec("silu"), batch))
     # Six of 16 parts are 15 neurons.

@@ -63,7 +63,7 @@ def budget_bytes(bundle: Path) -> int:
     works: what the process itself takes differs between machines, and a little from run to run.
     """
     resolved = open_model(bundle, RuntimeConfig())
-    return (resolved.frugal.plan.minimum_budget_bytes + 7 * resolved.plan.start_bytes) // 8
+    return (resolved.smallest_plan.plan.minimum_budget_bytes + 7 * resolved.plan.start_bytes) // 8
 
 
 def _names_model(arguments: Sequence[str]) -> bool:

@@ -201,7 +201,7 @@ def begun(head: Head, folder: Path) -> bool:
     with FlashReader([bundle.added_file(layer.sidecar.tensors)]) as reader:
         backend = ReferenceBackend()
         model_weights: Any = SimpleNamespace(embedding=None, head=None, final_norm=None)
-        loaded = load_draft_layer(bundle, layer, reader, backend, model_weights, 0, 1).weights
+        loaded = load_draft_layer(bundle, layer, reader, backend, model_weights, 1).weights
     with torch.no_grad():
         for name, norm in head.norms.items():
             norm.weight.copy_(torch.from_numpy(loaded[name]))
