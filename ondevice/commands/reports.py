@@ -72,7 +72,7 @@ def residency(plan: Plan) -> str:
     if plan.matrices is None or plan.holds_matrices:
         return neurons
     start, full = (
-        share(plan.matrices.held_bytes(plan.held_beside(kv, DECODE_TOKENS).units), plan.matrices.total_bytes)
+        share(plan.matrices.held_bytes(plan.held_weights(kv, DECODE_TOKENS).units), plan.matrices.total_bytes)
         for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
     )
     return f"attention and head to be resident: {start} at the start, {full} when full; {neurons}"
@@ -81,7 +81,7 @@ def residency(plan: Plan) -> str:
 def _neuron_residency(plan: Plan) -> str:
     segment, blocks = plan.segment, (plan.kv_block_bytes, plan.kv_cache_bytes)
     if isinstance(segment, SlotShape):
-        start, full = map(plan.kept_slots_beside, blocks)
+        start, full = map(plan.kept_slots_for, blocks)
         total = segment.total * segment.slots - segment.reserve
     else:
         start, full = (plan.segments_for(kv, DECODE_TOKENS) - segment.least for kv in blocks)

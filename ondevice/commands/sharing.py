@@ -85,11 +85,11 @@ def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | 
     member = joined()
     if member is None:
         return None
-    from ondevice.budget.claims import count_beside
+    from ondevice.budget.claims import count_other_processes
     from ondevice.distributed.hosts import RING, named_budget
     from ondevice.distributed.transport import MlxTransport
 
-    count_beside(member.place.beside_bytes)
+    count_other_processes(member.place.other_process_bytes)
     with member.joining():
         transport = MlxTransport(RING)
     with named_budget(member.place.dram_budget):
