@@ -272,7 +272,7 @@ def load_draft_layer(
     Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
     """
     config = bundle.config
-    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), file_index)
+    file = TensorFile(bundle, reader, bundle.sidecar_file(layer.sidecar.tensors), file_index)
     vectors = list(layer.vectors(config))
     parts: list[Part] = []
     for it in vectors:
