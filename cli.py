@@ -75,14 +75,14 @@ def leave_ranks(code: int) -> None:
 
 
 def _fail(message: str, code: int, broken: bool = False) -> int:
-    """Say what went wrong, on every rank if there are several. broken: another rank may be the cause."""
+    """Show the error, on every rank if there are several. broken: another rank may be the cause."""
     from ondevice.commands.reports import harmless
 
     member = joined()
     if member is not None and member.report(code, message, broken):
         return code
 
-    # It may have names from a file or a server.
+    # The message may have names from a file or a server.
     say(f"error: {harmless(message)}")
     return code
 

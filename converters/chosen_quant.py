@@ -10,7 +10,7 @@ from math import prod
 from typing import get_args
 
 from ondevice.bundle.layout import slice_unit
-from ondevice.bundle.quantisation_section import is_tiled
+from ondevice.bundle.quantization_section import is_tiled
 from ondevice.config import (
     MATRIX_KINDS,
     MXFP4,

@@ -131,7 +131,7 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
     if (streams := bundle.streams) is not None:
         layered.append((STREAMS_SIDECAR, streams, streams_text, lambda: stream_tensors(config, streams)))
     for sidecar, content, text, tensors in layered:
-        source = bundle.added_file(sidecar.tensors)
+        source = bundle.sidecar_file(sidecar.tensors)
         digest = _copy_tensors(bundle, source, tensors(), folder / sidecar.tensors)
         crcs = tuple(map(int, digest.crcs()))
         save_sidecar(

@@ -387,11 +387,11 @@ def _runtime_choices() -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0. No finite logit divided by it overflows."""
-MOST_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 """Most likely tokens whose log-probabilities a generation gives beside a token's own."""
-MOST_BIAS = 1e9
+MAX_BIAS = 1e9
 """Largest finite bias of a logit. It exceeds the spread of any model's logits, and nothing overflows."""
 
 
@@ -452,7 +452,7 @@ class SamplingConfig:
         checks = (
             (
                 "temperature",
-                self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature <= 100.0,
+                self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= 100.0,
                 "0, or 1e-6 to 100",
             ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -465,8 +465,8 @@ class SamplingConfig:
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
             (
                 "top_logprobs",
-                self.top_logprobs is None or 0 <= self.top_logprobs <= MOST_LOGPROBS,
-                f"from 0 to {MOST_LOGPROBS}",
+                self.top_logprobs is None or 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+                f"from 0 to {MAX_TOP_LOGPROBS}",
             ),
             # An empty string would stop every text before it begins.
             ("stop", all(self.stop), "strings that aren't empty"),
@@ -475,11 +475,11 @@ class SamplingConfig:
             if not valid:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {range_text}")
         for token, bias in self.logit_bias:
-            if not (bias == -math.inf or abs(bias) <= MOST_BIAS):
+            if not (bias == -math.inf or abs(bias) <= MAX_BIAS):
                 shown = bias if isinstance(bias, float) else f"an integer of {bias.bit_length()} bits"
                 raise UsageError(
-                    f"the logit_bias of token {token} is {shown}; it must be a number from -{MOST_BIAS:g} to "
-                    f"{MOST_BIAS:g}, or -inf, which bans the token"
+                    f"the logit_bias of token {token} is {shown}; it must be a number from -{MAX_BIAS:g} to "
+                    f"{MAX_BIAS:g}, or -inf, which bans the token"
                 )
 
     @property

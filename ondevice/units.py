@@ -34,7 +34,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
-LEAST_BARE_BYTES = 10**6
+MIN_BARE_BYTES = 10**6
 """Smallest budget that may be written in bytes without a unit. No model runs in less: a unit is missing."""
 _MALLOC_MAPS_BYTES = 256 << 10
 """Least size of a block that `map_large_arrays` keeps out of heaps. A prompt chunk's arrays reach it, a
@@ -79,7 +79,7 @@ def parse_budget(value: str | int, *, auto: int | None = None) -> int:
     """`parse_size` for a memory budget. Also raises UsageError for a small number without a unit."""
     size = parse_size(value, auto=auto)
     bare = str(value).strip().replace(".", "", 1).isdigit()
-    if bare and 0 < size < LEAST_BARE_BYTES:
+    if bare and 0 < size < MIN_BARE_BYTES:
         unit = "GB" if size < 1000 else "MB" if size < 100_000 else "kB"
         raise UsageError(f"a DRAM budget of {size} is {size} bytes; did you mean {size}{unit}?")
     return size

@@ -20,12 +20,12 @@ from ondevice.tokenizer.byte_pairs import (
     COMPOSED,
     COMPOSES,
     HEADER,
+    IGNORES_MERGES,
     MAGIC,
     MAX_TOKEN_BYTES,
     MAX_TOKENS,
     NO_TOKEN,
     SPECIAL,
-    WHOLE_TOKENS,
 )
 from ondevice.tokenizer.tokenizer_file import AddedToken, Component, TokenizerFile, read_tokenizer_file
 
@@ -79,7 +79,7 @@ def byte_pair_table(file: TokenizerFile) -> bytes | None:
         MAGIC,
         1,
         splitting,
-        COMPOSES * composes | WHOLE_TOKENS * file.options["ignore_merges"],
+        COMPOSES * composes | IGNORES_MERGES * file.options["ignore_merges"],
         tokens,
         len(spelled),
         len(merges[0]),

@@ -14,7 +14,7 @@ import numpy as np
 
 from ondevice.bundle.layout import TOKENIZER_FILES
 from ondevice.bundle.manifest import GENERATION_RANGES
-from ondevice.config import LEAST_TEMPERATURE
+from ondevice.config import MIN_TEMPERATURE
 from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import SAME_REPOSITORY
 from ondevice.converters.architectures.registry import describe
@@ -148,7 +148,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
         value: Any = values.get(name)
         if type(value) in (int, float) and low <= value <= high:
             defaults[name] = int(value) if isinstance(high, int) else float(value)
-    if defaults.get("temperature", 1.0) < LEAST_TEMPERATURE:
+    if defaults.get("temperature", 1.0) < MIN_TEMPERATURE:
         defaults["temperature"] = 0.0
     if values.get("do_sample") is True:
         defaults.setdefault("temperature", 1.0)

@@ -18,7 +18,7 @@ from ondevice.bundle.files import (
     disk_errors,
     link_or_copy,
     publish,
-    read_whole,
+    read_file,
     temporary_path,
     write_durably,
 )
@@ -114,7 +114,7 @@ def _copy_documents(source: Path, output: Path) -> None:
     with disk_errors(output, _REMEDY):
         for name in DOCUMENTS:
             with suppress(BundleError):  # missing, or no file of the bundle's own
-                write_durably(output / name, read_whole(contained(source.resolve(), name), MAX_JSON_BYTES))
+                write_durably(output / name, read_file(contained(source.resolve(), name), MAX_JSON_BYTES))
 
 
 def write_tensors(

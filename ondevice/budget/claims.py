@@ -20,13 +20,13 @@ from ondevice.records import dataclass
 _lock = threading.Lock()
 _claims: dict[int, weakref.ref[Claim]] = {}
 _numbers = itertools.count()
-_beside_bytes = 0
+_other_process_bytes = 0
 """Memory of other processes that is counted to this one's."""
 
 
 @dataclass(frozen=True)
 class Others:
-    """Memory that loaded models surely hold, and memory that they may come to hold, which includes it."""
+    """Memory that loaded models hold, and memory that they may come to hold, which includes it."""
 
     held_bytes: int
     claimed_bytes: int
@@ -35,15 +35,15 @@ class Others:
 class Claim:
     """One model's claim: nothing until its first `promise`, and nothing after `release`.
 
-    Claims grow under one lock of the process. They shrink without it, as that also happens in garbage
-    collection, which may run on the thread that holds the lock.
+    Claims grow under one lock of the process. They shrink without it, as garbage collection, which may run on
+    the thread that holds the lock, shrinks them too.
     """
 
     def __init__(self, held_bytes: Callable[[], int]) -> None:
-        """held_bytes: a bound method that tells what the model surely holds; its object isn't kept alive."""
+        """held_bytes: a bound method, held weakly, that returns the bytes that the model holds."""
         self._held_bytes = weakref.WeakMethod(held_bytes)
         self._budget_bytes = 0
-        """The user's own budget."""
+        """The user's budget."""
         self._planned_bytes = 0
         """Memory that the plan allows the model with one full context."""
         self._beyond_bytes = 0
@@ -52,9 +52,9 @@ class Claim:
         claims[number] = weakref.ref(self, lambda _: claims.pop(number, None))
 
     def promise(self, plan: Plan, name: str) -> Plan:
-        """Claim the memory of a plan for the user's own budget, replanned beside what others have claimed.
+        """Claim the memory of a plan for the user's budget, replanned with other models' present claims.
 
-        name: of the model. Raises BudgetError, and changes nothing, if that doesn't fit any more.
+        name: of the model. Raises BudgetError, and changes nothing, if the plan doesn't fit any more.
         """
         with _lock:
             plan = replanned(plan, self)
@@ -63,7 +63,7 @@ class Claim:
         return plan
 
     def follow(self, plan: Plan) -> bool:
-        """Claim a plan's memory, for a budget up to the user's. Returns False if others have claimed it."""
+        """Claim the memory of a plan within the user's budget. Returns False if others have claimed it."""
         if plan.claim_bytes <= self._planned_bytes:
             self._planned_bytes = plan.claim_bytes
             return True
@@ -79,7 +79,7 @@ class Claim:
             _lock.release()
 
     def go_beyond(self, plan: Plan, nbytes: int) -> bool:
-        """Claim `nbytes` in all beyond one full context. Returns False if others have claimed that memory."""
+        """Claim `nbytes` in total beyond one full context. Returns False if others have claimed them."""
         if nbytes <= self._beyond_bytes:
             self._beyond_bytes = nbytes
             return True
@@ -99,32 +99,32 @@ class Claim:
         claimed = self._planned_bytes + self._beyond_bytes + others(self).claimed_bytes
         return largest - plan.process_bytes - claimed
 
-    def _found(self) -> Others:
+    def _memory(self) -> Others:
         ask, claimed = self._held_bytes(), self._planned_bytes + self._beyond_bytes
         held = ask() if ask is not None and claimed else 0
         return Others(held, max(held, claimed))
 
 
-def others(own: Claim | None = None) -> Others:
-    """Memory that all models of this process hold and claim, except the one whose claim is `own`."""
-    found = [claim._found() for claim in _live() if claim is not own]
-    return Others(sum(it.held_bytes for it in found), sum(it.claimed_bytes for it in found))
+def others(claim: Claim | None = None) -> Others:
+    """Memory that all models of this process hold and claim, except that of `claim`."""
+    claims = [each._memory() for each in _live() if each is not claim]
+    return Others(sum(it.held_bytes for it in claims), sum(it.claimed_bytes for it in claims))
 
 
-def count_beside(nbytes: int) -> None:
-    """Count memory of other processes, such as a rank's supervisor, to this one's from now on."""
-    global _beside_bytes
-    _beside_bytes = nbytes
+def count_other_processes(nbytes: int) -> None:
+    """From now on, add `nbytes` of other processes, such as a rank's supervisor, to this one's memory."""
+    global _other_process_bytes
+    _other_process_bytes = nbytes
 
 
-def beside_bytes() -> int:
+def other_process_bytes() -> int:
     """Memory of other processes that is counted to this one's."""
-    return _beside_bytes
+    return _other_process_bytes
 
 
-def replanned(plan: Plan, own: Claim) -> Plan:
-    """The plan beside what other models have claimed by now, under the control group's present limit."""
-    return replace(plan, others_bytes=others(own).claimed_bytes, limit=group_limit())
+def replanned(plan: Plan, claim: Claim) -> Plan:
+    """The plan with other models' present claims and the control group's present limit."""
+    return replace(plan, others_bytes=others(claim).claimed_bytes, limit=group_limit())
 
 
 def _live() -> list[Claim]:

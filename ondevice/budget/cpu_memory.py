@@ -33,9 +33,9 @@ from ondevice.records import dataclass
 HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 STATE_TOKENS = 64
-"""Tokens that a delta rule, or a mixer, has side by side (kStateTokens in recurrence.h)."""
+"""Tokens that a delta rule, or a mixer, computes together (kStateTokens in recurrence.h)."""
 STATE_COLUMNS = 64
-"""Columns of a state that it takes at a time (kStateColumns)."""
+"""Columns of a state that it computes together (kStateColumns)."""
 TILES_JOINED = 2
 """Tiles of 16 rows that a thread joins at a time (kTogether in expert.cc)."""
 QUERY_ROWS = 32
@@ -65,7 +65,7 @@ class CpuMemory(MemoryModel):
         shape = None if self.drafts_itself else matrix_shape(self.config, self.quant)
         if shape is None or not self.looks_up_head:
             return shape
-        # While the head is read, so are the rows of tokens.
+        # Rows of tokens are read while the head is.
         return replace(shape, shared_bytes=shape.shared_bytes + self._table_bytes)
 
     @property
@@ -97,7 +97,7 @@ class CpuMemory(MemoryModel):
 
     @property
     def _more_inputs_bytes(self) -> int:
-        """What inputs of a projection take in other forms, where its parts need several."""
+        """Bytes of a projection's input in more forms than one, where its parts need several."""
         config, most = self.config, 0
         for layer in range(config.num_layers):
             parts = projection_matrices(config, self.quant, layer).values()
@@ -108,7 +108,7 @@ class CpuMemory(MemoryModel):
 
     @property
     def _lookup_bytes(self) -> int:
-        """Tiles in which tokens are looked up at a time."""
+        """Bytes of the tiles in which tokens are looked up together."""
         return self._table_bytes if self.config.part.embeds and not self.looks_up_head else 0
 
     @property
@@ -156,7 +156,7 @@ class CpuMemory(MemoryModel):
         neurons = min(self._neurons_at_once, padded(config.widest, GROUP_SIZE))
         hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
         if config.is_sliced:
-            # What down matrices multiply has memory of its own.
+            # Inputs of down matrices have separate memory.
             groups = hidden_values // 4 // GROUP_SIZE
             formats = {self.quant.of("down", layer) for layer in range(self.config.num_layers)}
             hidden_values += groups * max(input_bytes(GROUP_SIZE, stored) for stored in formats)

@@ -20,39 +20,39 @@ def draft_layer_bytes(
 
 
 def loaded_bytes(layer: DraftLayer, target: ModelConfig) -> int:
-    """Memory of its weights, which it holds from the end of loading on."""
-    found = 0
+    """Memory of a draft layer's weights, held from the end of loading on."""
+    total = 0
     for matrix in layer.matrices(target).values():
         nbytes = interleaved_bytes(matrix.rows, matrix.cols, matrix.stored(layer.bits))
-        # Each expert has a place of its own.
-        found += nbytes if matrix.number == 1 else matrix.number * padded(nbytes, PAGE_BYTES)
-    found += 4 * sum(layer.vectors(target).values())
+        # Each expert begins on a page.
+        total += nbytes if matrix.number == 1 else matrix.number * padded(nbytes, PAGE_BYTES)
+    total += 4 * sum(layer.vectors(target).values())
     if layer.own_head:
-        found += 8 * layer.tokens
+        total += 8 * layer.tokens
     if layer.own_embeddings:
-        found += 2 * target.vocab_size * padded(layer.hidden_size, GROUP_SIZE)
-    return found
+        total += 2 * target.vocab_size * padded(layer.hidden_size, GROUP_SIZE)
+    return total
 
 
 def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int) -> int:
-    """Keys and values of a context and a draft behind it, hidden states of a pass, and scratch memory."""
+    """Keys and values of a context and a draft after it, hidden states of a pass, and scratch memory."""
     nodes, width = draft_nodes(runtime), layer.hidden_size
     kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + nodes)
-    # What passes hand out, once as such and once as rows that wait for their tokens.
+    # Hidden states as passes return them, and as rows that wait for their tokens.
     tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
     if runtime.backend == "mlx" and target.model_layers in layer.taps:
-        # What leaves the last layer comes in two parts, and is joined.
+        # The last layer's output comes in two parts, and is joined.
         tapped += 2 * 4 * widest_pass(target, runtime) * target.hidden_size
     logits = 4 * (nodes + 2) * (layer.tokens + width)
-    # Inputs, projections and what attends, copies of gates, ups and their products, outputs normed.
+    # Inputs, projections and queries, copies of gates, ups and their products, normed outputs.
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
     row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)
     row += layer.output_gates * layer.query_size + layer.states_normed * width
     row += (layer.out_factor != 1.0) * layer.query_size
     if layer.latent is not None:
-        # Queries of latents, latents, and what each head attends to; queries before they meet keys.
+        # Queries of latents, latents, and each head's attended values; queries before they meet keys.
         row += layer.num_heads * (2 * layer.latent.width + layer.latent.query_width) + layer.latent.width
     if (experts := layer.experts) is not None:
-        # Logits, weights and numbers; each expert's output, alone and stacked; what joins, old and new.
+        # Logits, weights and ids; each expert's output, alone and stacked; the joined output, old and new.
         row += 3 * experts.count + (2 * experts.chosen + 6) * width + 4 * experts.neurons
     return kv + tapped + logits + 2 * 4 * PIECE_ROWS * row + 8 * max_context

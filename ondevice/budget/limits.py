@@ -1,6 +1,6 @@
-"""Limits of a budget: what `auto` means, refusals of budgets that are too small, warnings of too large ones.
+"""Limits of a budget: the meaning of `auto`, refusals of too small budgets, warnings of too large ones.
 
-It knows plans, the machine's memory and the limits of control groups, and loads nothing. All sizes are bytes.
+All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from ondevice.errors import BudgetError
 from ondevice.records import dataclass
 from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
 
-MOST_RESERVE_BYTES = 256 << 20
-"""Most memory that `auto` keeps back of a large machine or control group."""
+MAX_RESERVE_BYTES = 256 << 20
+"""Most memory that `auto` leaves free on a large machine or control group."""
 RESERVE_PART = 16
-"""Divisor of a machine's or control group's memory that gives what `auto` keeps back.
+"""Divisor of a machine's or control group's memory that gives the memory that `auto` leaves free.
 
-A group was charged with 0.5 % of a budget beside it (1.9 MB of 450: page tables, the kernel's own). The rest
-of the reserve is for programs that share the group."""
+Page tables and the kernel take 0.5 % of a budget in addition to it. The rest is for other programs."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Allowance:
     held_bytes: int
     """Memory of this process before the model is loaded."""
     reserve_bytes: int
-    """Available memory that is kept back."""
+    """Available memory that is left free."""
     usable_bytes: int
     """Memory that the whole process may have."""
 
@@ -53,23 +52,20 @@ def group_limit() -> MemoryRoom | None:
 
 
 def allowance(held_bytes: int, rooms: Sequence[MemoryRoom]) -> Allowance:
-    """The memory that `auto` may take of the scarcest of `rooms`.
-
-    held_bytes: memory that this process holds already.
-    """
-    found = []
+    """The memory that `auto` may take of the scarcest of `rooms`. held_bytes: this process's memory now."""
+    allowances = []
     for room in rooms:
-        part = max(room.available_bytes // 10, min(MOST_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
+        part = max(room.available_bytes // 10, min(MAX_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
         reserve = min(room.available_bytes, part)
-        # What the process holds may be charged to another group: program text is, to the first that ran it.
+        # Memory of the process may be charged to another group, as program text is, to its first user.
         most = min(room.limit_bytes, held_bytes + room.available_bytes)
-        found.append(Allowance(room, held_bytes, reserve, most - reserve))
-    return min(found, key=lambda it: it.usable_bytes)
+        allowances.append(Allowance(room, held_bytes, reserve, most - reserve))
+    return min(allowances, key=lambda it: it.usable_bytes)
 
 
-def auto_budget(plan: Plan, found: Allowance) -> int:
-    """The budget that `auto` means: what may be taken, but never more than the planned model can use."""
-    return min(plan.full_bytes, found.usable_bytes)
+def auto_budget(plan: Plan, allowance: Allowance) -> int:
+    """The budget that `auto` means: the usable memory, up to the most that the planned model can use."""
+    return min(plan.full_bytes, allowance.usable_bytes)
 
 
 def require_fit(
@@ -128,7 +124,7 @@ def require_fit(
 
 
 def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[MemoryRoom]) -> list[str]:
-    """Why the user's budget may be more than there is, though the plan fits it.
+    """Warnings that the user's budget may exceed the memory there is, though the plan fits it.
 
     Args:
         plan: The plan of a model.
@@ -138,25 +134,25 @@ def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[Memo
     """
     smallest = min(rooms, key=lambda room: room.limit_bytes)
     scarcest = min(rooms, key=lambda room: room.available_bytes)
-    found = []
+    warnings = []
     if plan.budget_bytes >= smallest.limit_bytes + PAGE_BYTES:
-        found.append(
+        warnings.append(
             f"a DRAM budget of {format_bytes(plan.budget_bytes)} is more than all "
             f"{format_bytes(smallest.limit_bytes)} of {smallest.name}; {name} takes up to "
             f"{format_bytes(plan.total_bytes)} of it"
         )
     wanted = plan.total_bytes - held_bytes
     if wanted > scarcest.available_bytes:
-        found.append(
+        warnings.append(
             f"{name} takes up to {format_bytes(wanted)} more than this process holds, and "
             f"{format_bytes(scarcest.available_bytes)} of the {format_bytes(scarcest.limit_bytes)} of "
             f"{scarcest.name} are free now: close other programs, or take a smaller budget"
         )
-    return found
+    return warnings
 
 
 def context_words(plan: Plan) -> str:
-    """The context that a plan has, and why it isn't longer, or what it takes beyond the default."""
+    """Words on a plan's context, why it isn't longer, and what a longer one than the default takes."""
     why = f", as {plan.wanted_context} would not fit" if plan.wanted_context else ""
     if plan.context_share:
         taken = 100 * plan.kv_cache_bytes // max(1, plan.budget_bytes)

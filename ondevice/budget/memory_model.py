@@ -1,8 +1,7 @@
 """A model's memory, part by part: the sizes and shapes that a plan adds up and divides.
 
-`MemoryModel` has what all backends have in common. Each backend has a class of its own: `CpuMemory`,
-`MlxMemory`, `ReferenceMemory`. They are pure functions of the model's shape and the options; they open no
-file and hold no memory. All sizes are bytes.
+`MemoryModel` is the common part of the backends' classes: `CpuMemory`, `MlxMemory`, `ReferenceMemory`. They
+are pure functions of the model's shape and the options. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 NEURON_TABLE_BYTES = 52
 """Bytes of tables per neuron: its slot and scores, its slot's address, owner and place among the free ones,
 and the temporary arrays that divide slots among layers."""
-
 PROMPT_CACHE_BYTES = 4 << 20
 """Staging buffers and stacks of the threads that read the prompt cache, and its files' headers."""
 MESSAGES = 6
-"""Copies of what a pass hands to another machine: as it came, in the backend, packed, two that wait, and the
+"""Copies of a pass's message to another machine: as received, in the backend, packed, two that wait, and the
 one that is sent."""
 WAITED_MESSAGES = 4
-"""Copies of what a pass hands on whose result rank 0 waits for: no other is under way."""
+"""Copies of the message of a pass that rank 0 waits for: no other pass runs."""
 MESSAGE_HEADER_BYTES = 64 << 10
 """Most bytes of a message's header in practice, its text and its parsed form."""
 
@@ -68,10 +66,10 @@ MESSAGE_HEADER_BYTES = 64 << 10
 class MemoryModel(ABC):
     """A model's memory under one backend and one set of options.
 
-    runtime: settled. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
-    second model that drafts, loaded and with its context full. datastore_bytes: memory of an open datastore
-    of continuations. draft_layer_bytes: of a draft layer, with its context full. drafts_itself: whether the
-    model is such a second one.
+    runtime: resolved. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
+    second model that drafts, with a full context. datastore_bytes: memory of an open datastore of
+    continuations. draft_layer_bytes: of a draft layer, with a full context. drafts_itself: whether the model
+    is a second one that drafts.
     """
 
     config: ModelConfig
@@ -87,16 +85,16 @@ class MemoryModel(ABC):
     @property
     @abstractmethod
     def segment(self) -> SegmentShape | SlotShape:
-        """The pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots else."""
+        """The pieces of feed-forward memory: ranges of neurons in dense mode, else slots of neurons."""
 
     @property
     def dense(self) -> SegmentShape | None:
-        """Pieces of memory for neurons that aren't an expert's, where they may come from flash; else None."""
+        """Pieces of memory for neurons that aren't experts', if they may come from flash; else None."""
         return None
 
     @property
     def matrices(self) -> MatrixShape | None:
-        """Units of the matrices of every token, where these may come from flash; else None."""
+        """Units of the matrices of every token, if these may come from flash; else None."""
         return None
 
     @property
@@ -110,7 +108,7 @@ class MemoryModel(ABC):
 
     @property
     def library_bytes(self) -> int:
-        """Code of the backend's libraries that enters memory when a pass first runs it."""
+        """Code of the backend's libraries that is mapped when a pass first runs it."""
         return 0
 
     @property
@@ -142,7 +140,7 @@ class MemoryModel(ABC):
     @property
     def kv(self) -> KVLayout:
         drafts = self.drafts_itself or is_drafter(self.runtime.speculation)
-        # What a second model drafts behind is no prompt to it.
+        # A second model has no prompts.
         return KVLayout(self.config, self.runtime.kv_bits, drafts, 0 if self.drafts_itself else MARKS)
 
     @property
@@ -164,10 +162,10 @@ class MemoryModel(ABC):
 
     @property
     def weights_bytes(self) -> int:
-        """Weights of every token: attention, norms, head, checksum tables, and what selects neurons.
+        """Weights of every token: attention, norms, head, checksum tables, and those that select neurons.
 
-        Matrices are counted here unless they are in `matrices`, and neurons that aren't an expert's unless
-        they have `dense` pieces.
+        Matrices count here unless they are in `matrices`, and neurons that aren't experts' unless they have
+        `dense` pieces.
         """
         selecting = 0
         if self.selects_neurons:
@@ -184,14 +182,12 @@ class MemoryModel(ABC):
 
     @property
     def looks_up_head(self) -> bool:
-        """True if rows of the embedding are looked up in the head, which has the same and is in memory."""
+        """True if rows of the embedding are looked up in the head, which has equal rows."""
         return False
 
     @property
     def embedding_bytes(self) -> int:
-        """The embedding table as it lies in memory where it is resident; 0 in a part without it, and where
-        the head is looked up.
-        """
+        """The embedding table in memory; 0 in a part without it, and if the head is looked up."""
         if not self.config.part.embeds or self.looks_up_head:
             return 0
         return embedding_tiles(self.config) * embedding_layout(self.config, self.quant).stride
@@ -199,21 +195,19 @@ class MemoryModel(ABC):
     @property
     def predictor_bytes(self) -> int:
         """Every layer's two predictor matrices, packed, and the biases."""
-        found = self._used_predictors
-        if found is None:
+        predictors = self._used_predictors
+        if predictors is None:
             return 0
-        hidden, stored = self.config.hidden_size, RowFormat(found.bits)
+        hidden, stored = self.config.hidden_size, RowFormat(predictors.bits)
         return sum(
             interleaved_bytes(rank, hidden, stored) + interleaved_bytes(neurons, rank, stored) + 4 * neurons
-            for rank, neurons in zip(found.ranks, self.config.widths, strict=True)
+            for rank, neurons in zip(predictors.ranks, self.config.widths, strict=True)
         )
 
     @property
     def draft_bytes(self) -> int:
-        """Memory that drafting holds.
-
-        That is the drafters' state, adapters, scores held back until draft tokens are accepted, and
-        attention's values along the paths of a draft tree.
+        """Memory of drafting: the drafters' state, adapters, scores that wait until draft tokens are
+        accepted, and attention's values along the paths of a draft tree.
         """
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
@@ -228,7 +222,7 @@ class MemoryModel(ABC):
         elif runtime.sparsity != "dense":
             neurons = config.num_neurons
             if runs_streams(runtime.speculation, self.streams) or runtime.speculation == "resident":
-                # Scores of neurons that drafting went without: the next pass reads them first.
+                # Scores of neurons that drafting lacked: the next pass reads them first.
                 held += 4 * neurons
             held += 2 * (nodes - 1) * neurons
         # Each thread's values along a path through the tree.
@@ -240,9 +234,8 @@ class MemoryModel(ABC):
     def joined_bytes(self, tokens: int) -> int:
         """Scratch memory that a pass over `tokens` tokens of several texts adds to one of one text.
 
-        That is the logits of the others, from the head and copied, what each row attends to, as copied and
-        joined, and rotary tables. Rows of recurrent layers are also copied and joined where a checkpoint lies
-        among them.
+        These are the other texts' logits, from the head and copied, attended values, copied and joined, and
+        rotary tables. Rows of recurrent layers are also copied and joined around a checkpoint.
         """
         others, config = self.runtime.parallel - 1, self.config
         if not others:
@@ -251,10 +244,10 @@ class MemoryModel(ABC):
         return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
 
     def message_bytes(self, tokens: int) -> int:
-        """Bytes of a pass over `tokens` tokens that lie in messages, where several machines share the model.
+        """Bytes of a pass's messages over `tokens` tokens, where several machines share the model.
 
-        A row goes on as it leaves a layer, with the inputs of later layers. States that draft layers read,
-        and those that streams begin with, go with it.
+        A message has a row as it leaves a layer, inputs of later layers, and states for draft layers and
+        streams.
         """
         config, speculation = self.config, self.runtime.speculation
         if config.part == FULL_MODEL:
@@ -278,8 +271,8 @@ class MemoryModel(ABC):
 
     @property
     def _slots(self) -> SlotShape:
-        """Slots for selected neurons: of whole records where no gate row is in memory."""
-        return slot_shape(self.config, self.quant, whole=self._used_predictors is not None)
+        """Slots for selected neurons: of full records if no gate row is in memory."""
+        return slot_shape(self.config, self.quant, full_records=self._used_predictors is not None)
 
     @property
     def _fetch(self) -> BufferShape:
@@ -288,12 +281,12 @@ class MemoryModel(ABC):
 
     @cached_property
     def _matrices(self) -> tuple[TiledMatrix, ...]:
-        """The matrices that every token meets, but for neurons."""
+        """The matrices of every token, except neurons."""
         return resident_matrices(self.config, self.quant)
 
     @property
     def _matrices_bytes(self) -> int:
-        """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
+        """Attention, vectors and head, packed, and the checksums of everything that is read in pieces."""
         config, quant = self.config, self.quant
         weights = sum(matrix.nbytes for matrix in self._matrices)
         weights += 4 * vectors_size(config) + self._cutoff_bytes
@@ -308,7 +301,7 @@ class MemoryModel(ABC):
 
     @property
     def _extra_floats(self) -> int:
-        """Values that a token takes in blocks that few models have, in arrays of their own."""
+        """Values of a token in arrays of blocks that few models have."""
         config = self.config
         if config.is_plain:
             return 0
@@ -316,50 +309,50 @@ class MemoryModel(ABC):
         rank = max(layer.laurel_rank for layer in config.layers)
         mixture = self._mixture_floats
         mixture += self._latent_floats
-        # In the layer: the copies before it and as predicted, what one product is made of, and gates, twice.
-        within = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
+        # In the layer: residual streams before it and as predicted, a product's inputs, and gates, twice.
+        in_layer = (2 * copies if copies > 1 else 0) * hidden + (3 * hidden + 2 * rank if rank else 0)
         # Gates of attention or of a delta rule, copied.
         gates = [config.out_cols(layer) for layer in config.layers if layer.attention.gated]
-        within += max(gates, default=0)
-        # What a mixer beside attention gives, copied.
-        beside = [layer.parallel_mixer for layer in config.layers]
-        within += max((own.value_size for own in beside if own is not None), default=0)
+        in_layer += max(gates, default=0)
+        # The output of a mixer that runs in parallel with attention, copied.
+        mixers = [layer.parallel_mixer for layer in config.layers]
+        in_layer += max((mixer.value_size for mixer in mixers if mixer is not None), default=0)
         if config.cut_off_layers:
-            within += 2 * max(map(config.neurons, config.cut_off_layers))
-        # Behind it: also the copies as corrected, and with the per-layer block's output, or one scaled.
+            in_layer += 2 * max(map(config.neurons, config.cut_off_layers))
+        # After it: also the streams as corrected, and with the per-layer block's output, or a scaled one.
         one = bool(config.per_layer_width) or config.any_layer(lambda layer: layer.scaled)
-        behind = (4 * copies if copies > 1 else one) * hidden
+        after_layer = (4 * copies if copies > 1 else one) * hidden
         if not config.per_layer_width:
-            return mixture + max(within, behind)
+            return mixture + max(in_layer, after_layer)
         # The inputs, the rows as they are read with their padding, and the projection that joins them.
         row = padded(config.per_layer_size, GROUP_SIZE)
         if not config.has_inputs_table:
-            # They come in, those of this part's layers and of later ones.
-            return mixture + row + max(within, behind + 2 * hidden + 4 * config.per_layer_width)
+            # Inputs of this part's layers and later ones come in messages.
+            return mixture + row + max(in_layer, after_layer + 2 * hidden + 4 * config.per_layer_width)
         stride = per_layer_layout(config, self.quant).stride
         reading = 2 * row + stride // 4
         held = row + max(0, row - config.qkv_size)
-        return mixture + held + max(reading, within, behind + 2 * hidden + 4 * config.per_layer_width)
+        return mixture + held + max(reading, in_layer, after_layer + 2 * hidden + 4 * config.per_layer_width)
 
     @property
     def _latent_floats(self) -> int:
-        """Values that a token takes in latent attention beside what attends, of which `qkv_size` and
-        `query_size` are: the projection that queries and latents are made of; queries, and their parts that
-        meet latents; what heads make of both; and copies of what heads multiply, which are in their order.
+        """Values of a token in latent attention, in addition to `qkv_size` and `query_size`: the projection
+        of queries and latents; queries, and their parts that meet latents; heads' outputs; and copies in the
+        heads' order.
         """
         most = 0
         for layer in self.config.layers:
             latent = layer.attention.latent
             if latent is not None:
                 of_head = latent.query_width + latent.key_dim + 2 * latent.rank + latent.value_dim
-                own = self.config.num_heads * of_head + self.config.qkv_rows(layer) + latent.rank
-                most = max(most, own)
+                floats = self.config.num_heads * of_head + self.config.qkv_rows(layer) + latent.rank
+                most = max(most, floats)
         return most
 
     @property
     def _mixture_floats(self) -> int:
-        """Values that a token takes in a layer with experts: its normed input, that gathered for an expert,
-        its output, and what the router makes of its logits. Experts' outputs are counted apart.
+        """Values of a token in a layer with experts: its normed input, that gathered for an expert, its
+        output, and the router's. Experts' outputs are in `_expert_outputs_bytes`.
         """
         if self.config.experts is None:
             return 0
@@ -374,7 +367,7 @@ class MemoryModel(ABC):
         return arrays * hidden + 20 * self.config.experts.count + lanes
 
     def _expert_outputs_bytes(self, tokens: int) -> int:
-        """Outputs of an expert for all tokens, or of all their experts where these are few."""
+        """Outputs of an expert for all tokens, or of all experts of a few tokens."""
         experts = self.config.experts
         if experts is None:
             return 0
@@ -403,22 +396,22 @@ class MemoryModel(ABC):
         return interleaved_bytes(neurons, self.config.hidden_size, self.quant.of("feed_forward"))
 
     def _adapter_bytes(self, nodes: int) -> int:
-        """Adapters of multi-stream attention where it runs, and what drafts of `nodes` tokens add to it."""
+        """Adapters of multi-stream attention, if it runs, and its drafter for drafts of `nodes` tokens."""
         streams, speculation = self.streams, self.runtime.speculation
         if streams is None or not runs_streams(speculation, streams):
             return 0
-        found = stream_bytes(self.config, streams)
+        nbytes = stream_bytes(self.config, streams)
         if streams.mode == "lossless":
-            found += self.stream_rows * self._adapted_row_bytes(streams)
+            nbytes += self.stream_rows * self._adapted_row_bytes(streams)
         if speculation == "auto" and self.config.part.embeds:
-            found += drafter_bytes("streams", self.config, self.max_context, nodes)
-        return found
+            nbytes += drafter_bytes("streams", self.config, self.max_context, nodes)
+        return nbytes
 
     def _adapted_row_bytes(self, streams: MultiStreams) -> int:
-        """Scratch memory that a row with adapters takes beside that of a row without.
+        """Scratch memory that adapters add to a row.
 
-        It holds the row between the two matrices, what they add, and a copy of the feed-forward block's
-        input, which is overwritten. Inputs of 16-bit matrices lie apart from those of other widths.
+        It has the row between the two matrices, their output, and a copy of the feed-forward block's input.
+        Inputs of 16-bit matrices are separate from those of other widths.
         """
         config = self.config
         rank = max(streams.attention_rank, streams.feed_forward_rank)
@@ -429,13 +422,13 @@ class MemoryModel(ABC):
 
     @property
     def _widest_input(self) -> int:
-        """Columns of the widest matrix but for neurons': experts that are matrices count."""
+        """Columns of the widest matrix, except neurons; experts that are matrices count."""
         config, experts = self.config, self.config.experts
         others = [weight.shape[1] for weight in extra_matrices(config)]
         for layer in config.layers:
             latent = layer.attention.latent
             if latent is not None:
-                # Each head has a row of its own.
+                # Each head has one row.
                 widest = max(latent.rank, latent.key_dim)
                 others.append(config.num_heads * padded(widest, GROUP_SIZE))
         if experts is not None and config.expert_layers:
@@ -445,8 +438,7 @@ class MemoryModel(ABC):
     def _selecting_bytes(self, tokens: int) -> int:
         """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.
 
-        Where scores aren't the gates themselves, gates as well; with predictors, the rows between their two
-        matrices.
+        Gates count too if scores are others; with predictors, so do the rows between their two matrices.
         """
         if not self.selects_neurons:
             return 0
@@ -456,8 +448,8 @@ class MemoryModel(ABC):
             config.feed_forward.threshold > 0 or bool(config.cut_off_layers)
         )
         arrays = 3 if limited else 2
-        found = self._used_predictors
-        rank = 0 if found is None else max(found.ranks)
+        predictors = self._used_predictors
+        rank = 0 if predictors is None else max(predictors.ranks)
         groups = padded(self.config.hidden_size, GROUP_SIZE) // GROUP_SIZE
         # Groups of outputs lie 16 side by side, however many there are.
         lanes = 16 * (padded(groups, 16) - groups)
@@ -468,7 +460,7 @@ class MemoryModel(ABC):
 def input_bytes(cols: int, stored: RowFormat) -> int:
     """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
 
-    Groups of 32 need two of each; groups of 16 four integer sums, beside what others need in groups of 32.
+    Groups of 32 need two of each per 64 columns; groups of 16 need four integer sums more than these.
     """
     cols = padded(cols, GROUP_SIZE)
     if stored.bits == 16:
@@ -477,6 +469,6 @@ def input_bytes(cols: int, stored: RowFormat) -> int:
 
 
 def input_form(stored: RowFormat) -> tuple[bool, bool, int]:
-    """What decides in which form the kernels take a row that a matrix of this format multiplies."""
+    """The form in which kernels take the rows that a matrix of this format multiplies."""
     is_float = stored.bits == 16
     return (False, False, 0) if is_float else (stored.two_levels, stored.bits < 8, stored.group_size)

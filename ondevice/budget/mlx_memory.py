@@ -35,37 +35,34 @@ from ondevice.units import PAGE_BYTES
 MLX_CACHE_BYTES = 16 << 20
 """Most bytes of freed arrays that MLX keeps for the next ones."""
 MLX_SEGMENT_BYTES = 16 << 20
-"""Target size of a segment: larger than the kernels', as each is a launch of its own."""
+"""Target size of a segment: larger than the kernels', as each takes a launch."""
 MLX_STAGES = 2
 """Stages in which gathered neurons are multiplied (`backends/mlx.py`)."""
 MLX_READ_SLOTS = 4
-"""Segments of records under way: two that are multiplied, two that are read from flash."""
+"""Segments of records at once: two that are multiplied, two that are read from flash."""
 MLX_PIECES = 2
-"""Segments from flash under way together: MLX takes their records apart while it multiplies."""
+"""Segments from flash that MLX unpacks at once, while it multiplies."""
 SETTLED_COPIES = 3
 """Most copies of a slice's bytes that exist while its tiles become rows."""
 LAYERS_READ = 2
 """Layers whose keys and values are read back at once: MLX begins a layer before the last one ends."""
-
 MLX_LIBRARY_BYTES = 14 << 20
-"""Code of MLX and its BLAS that isn't mapped when the process is measured, and is once passes have run.
+"""Code of MLX and its BLAS that is mapped once passes have run, not when the process is measured.
 
-5 to 17 MB on Linux, by the sizes of the page cache's folios: most while MLX is freshly installed. What is
-above this is in the plan's allowance for the process."""
-
+It is 5 to 17 MB on Linux, by the sizes of the page cache's folios. The plan's allowance for the process has
+the rest."""
 CUDA_LIBRARY_BYTES = 192 << 20
-"""Code and host memory of CUDA and its libraries that come once passes have run.
+"""Code and host memory of CUDA and its libraries once passes have run: 120 to 190 MB on an H100.
 
-On an H100 the peak was 120 to 190 MB above all else that is planned. What MLX takes while it compiles a
-kernel, 3 GB, isn't in the plan."""
+The 3 GB that MLX takes while it compiles a kernel aren't in the plan."""
 
 
 @dataclass(frozen=True)
 class MlxMemory(MemoryModel):
     """Memory of MLX: a bundle's own codes, with scales, biases and 16-bit values in the operands' type.
 
-    operand_bytes: size of what matrices multiply in, 4 or 2. cuda: whether MLX computes on a CUDA GPU: flash
-    is then read into plain memory, and what is multiplied of it copied into arrays.
+    operand_bytes: bytes of a matrix operand, 4 or 2. cuda: whether MLX computes on a CUDA GPU: flash is then
+    read into plain memory, and multiplied parts are copied into arrays.
     """
 
     operand_bytes: int = 4
@@ -96,7 +93,7 @@ class MlxMemory(MemoryModel):
     def segment(self) -> SegmentShape | SlotShape:
         experts, layout = self.config.experts, largest_expert_layout(self.config, self.quant)
         if experts is not None and layout is not None:
-            # A slot has room for what a layer takes for an expert that it holds itself, and for its rows.
+            # A slot has room for an expert as layers hold it, and for its rows.
             settled = rows_layout(layout)
             held = sum(
                 held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
@@ -114,7 +111,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def buffers(self) -> BufferShape:
-        """Read buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
+        """Read buffers. In dense mode a piece is one segment, so that sums don't depend on residency."""
         if self.config.experts is not None:
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
@@ -144,7 +141,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def _piece_of_slices(self) -> tuple[int, int]:
-        """Bytes of the largest slice in rows, and of what exists while its tiles are brought into rows.
+        """Bytes of the largest slice in rows, and of the temporary arrays while its tiles become rows.
 
         These are copies of its matrices, and three arrays of floats of one that becomes float16 values.
         """
@@ -184,7 +181,7 @@ class MlxMemory(MemoryModel):
         return super().draft_bytes + self._wider_bytes(elements, RowFormat(streams.bits))
 
     def activation_bytes(self, tokens: int) -> int:
-        """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
+        """A layer's activations before MLX frees them, with all of attention's scores and masks."""
         config, context = self.config, self.max_context
         neurons = max(fetch_neurons(config), config.widest)
         if config.experts is not None:
@@ -204,42 +201,42 @@ class MlxMemory(MemoryModel):
         return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)
 
     def _recurrent_bytes(self, tokens: int) -> int:
-        """What a layer with states makes of its projection, and the states behind tokens under way."""
+        """Values that a recurrent layer computes from its projection, and the states of a run of tokens."""
         most = 0
         for layer in self.config.layers:
-            own, state = 0, 0
+            floats, state = 0, 0
             if layer.conv is not None:
-                own = 5 * layer.conv.channels
+                floats = 5 * layer.conv.channels
             elif layer.mamba2 is not None:
-                own = 3 * layer.mamba2.channels
+                floats = 3 * layer.mamba2.channels
                 state = layer.mamba2.value_size * layer.mamba2.state_width
             elif layer.delta is not None:
                 heads, width = layer.delta.value_heads, layer.delta.key_width + layer.delta.value_width
-                own = 2 * (layer.delta.channels + heads * width)
+                floats = 2 * (layer.delta.channels + heads * width)
                 state = layer.delta.value_size * layer.delta.key_width
-            # Decayed, changed by a token, and what changes it, of two runs of tokens: all of them where the
+            # The state decayed, changed by a token, and its change, of two runs of tokens: all exist if the
             # host is far ahead of the device. MLX's CPU device takes a third.
-            most = max(most, tokens * own + 6 * min(tokens, RULE_TOKENS) * state)
+            most = max(most, tokens * floats + 6 * min(tokens, RULE_TOKENS) * state)
         return 4 * most
 
     def _mixture_bytes(self, tokens: int) -> int:
-        """A layer's experts' inputs, gates, ups and outputs, and what the router makes of its logits."""
+        """Inputs, gates, ups and outputs of a layer's experts, and the router's values."""
         experts = self.config.experts
         if experts is None:
             return 0
         hidden, neurons = (padded(size, GROUP_SIZE) for size in (self.config.hidden_size, experts.neurons))
-        # Either of all experts of a few tokens, or of one expert while the next one is begun.
+        # Either all experts of a few tokens, or one expert while the next one begins.
         rows = max(min(tokens, ROWS_AT_ONCE) * experts.chosen, 2 * tokens)
-        # Rows of neurons lie apart in a slot, so their matrices are copied, for two experts in turn.
+        # A slot's rows of neurons aren't contiguous, so their matrices are copied, for two experts.
         copied = 0 if self.config.expert_layers else 2 * self._neurons_bytes(experts.neurons)
         return copied + 4 * (rows * (3 * hidden + 4 * neurons) + tokens * (3 * hidden + 24 * experts.count))
 
     @property
     def _stored_bytes(self) -> int:
-        """Copies of a full context's keys and values beside those that are stored (`backends/mlx_kv.py`).
+        """Copies of a full context's keys and values in addition to the stored ones (`backends/mlx_kv.py`).
 
-        A layer's keys and values exist twice while they grow. They are read in the operands' type; no copy is
-        needed if they are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
+        A layer's keys and values exist twice while they grow, and are copied if they aren't stored in the
+        operands' type. Both happen layer by layer, while the next layer begins.
         """
         layout, context = self.kv, self.max_context
         grown = max(map(layout.layer_bytes, range(len(layout.heads)))) * context // BLOCK_TOKENS
@@ -261,7 +258,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def _slices_in_rows(self) -> list[ExpertLayout]:
-        """The same, joined, its matrices in rows."""
+        """`_slice_layouts` with joined planes, and matrices in rows."""
         return [rows_layout(layout.tiles) for layout in self._slice_layouts]
 
     @property
@@ -276,8 +273,8 @@ class MlxMemory(MemoryModel):
         ]
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
-        """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and what
-        values take that it can't multiply as they are stored.
+        """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and
+        formats that it can't multiply as they are stored.
         """
         if stored.tiles_only:
             held = held_bytes(elements, rows_format(stored), self.operand_bytes)

@@ -1,14 +1,13 @@
-"""The one arithmetic for memory: it adds up what a model costs in DRAM and divides a budget.
+"""The one arithmetic for memory: it adds up a model's memory and divides a budget.
 
-`inspect`, the loader and the allocator all ask this module. Everything here is a pure function of a
-`MemoryModel`, which has the sizes of the model's parts, and of measured numbers: the process's own memory,
-what its other models have claimed, a control group's limit. All sizes are bytes.
+`inspect`, the loader and the allocator all use this module. Everything here is a pure function of a
+`MemoryModel`, which has the sizes of the model's parts, and of measured numbers: the process's memory, other
+models' claims, a control group's limit. All sizes are bytes.
 
-The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
-memory in equal segments, buffers for what is read from flash, the scratch memory of a forward pass, what the
-interpreter and its libraries hold already, and other models. The key/value cache of one full context is
-guaranteed; as it grows, feed-forward segments yield to it. While tokens are decoded one by one, segments
-also have the scratch memory that a long prompt's passes would need.
+A budget covers the whole process: matrices that every token uses, the key/value cache, feed-forward memory in
+equal segments, read buffers, the scratch memory of a forward pass, the interpreter and its libraries, and
+other models. The key/value cache of one full context is guaranteed; as it grows, feed-forward segments yield
+to it. While tokens are decoded one by one, segments also have the scratch memory of a long prompt's passes.
 """
 
 from __future__ import annotations
@@ -27,21 +26,17 @@ from ondevice.units import PAGE_BYTES, MemoryRoom
 PROCESS_ALLOWANCE_BYTES = 4 << 20
 """Thread stacks, allocator slack and the interpreter's growth after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
-"""Margin of the minimum that is named over the one that is needed.
-
-The process measures itself a little differently each time, and a budget that one run named must do for the
-next."""
+"""Margin of the reported minimum over the one that is needed: runs measure their process differently."""
 LOADING_BYTES = 52 << 20
-"""Most memory that loading takes beside the weights (`model/loading.py`).
+"""Most memory that loading takes in addition to the weights (`model/loading.py`).
 
-It holds pieces read ahead, remembered blocks, and one block in use per reading thread. It is freed before
-keys, values and feed-forward segments are allocated."""
+It has pieces read ahead, remembered blocks, and one block in use per reading thread. It is freed before keys,
+values and feed-forward segments are allocated."""
 LOADING_PREDICTORS_BYTES = 16 << 20
-"""Most memory for remembered blocks of the predictors' file, which is read in turns with the resident one."""
+"""Most memory for remembered blocks of the predictors' file, read alternately with the resident one."""
 QUOTA_MARGIN_BYTES = 12 << 20
-"""Scratch memory of wide forward passes that neurons never get.
-
-Such passes leave the heap larger than they found it, by up to 7 MB in `long_ceiling.py`."""
+"""Scratch memory of wide forward passes that neurons never get, as passes leave the heap up to 7 MB larger
+(`long_ceiling.py`)."""
 
 
 class Held(NamedTuple):
@@ -59,15 +54,15 @@ class Plan:
     weights_bytes: int
     """Vectors, checksum tables and matrices that always stay, as every token uses them."""
     embedding_bytes: int
-    """The embedding table; its rows stay on flash unless everything fits. 0 where they come from the head."""
+    """The embedding table; its rows stay on flash unless everything fits. 0 if they come from the head."""
     max_context: int
     """Tokens of context whose keys and values are guaranteed."""
     kv_block_bytes: int
     """Keys and values, and states of recurrent layers, of a first token."""
     kv_cache_bytes: int
-    """The same of one full context."""
+    """Keys and values, and states of recurrent layers, of one full context."""
     segment: SegmentShape | SlotShape
-    """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
+    """Pieces of feed-forward memory: ranges of neurons in dense mode, else slots of neurons."""
     buffers: BufferShape
     activation_bytes: int
     """Scratch memory of the widest forward pass."""
@@ -80,9 +75,9 @@ class Plan:
     predictor_bytes: int = 0
     draft_bytes: int = 0
     constraint_bytes: int = 0
-    """What constraints of texts may take, from the first text that has one."""
+    """Memory of texts' constraints, taken from the first text that has one."""
     opening_bytes: int = 0
-    """The process while the tokenizer is read, which comes before everything else."""
+    """The process while the tokenizer is read, before everything else."""
     unread_bytes: int = 0
     """Most memory of the tokenizer if it hasn't been read; once read, it counts as the process's."""
     others_bytes: int = 0
@@ -96,9 +91,9 @@ class Plan:
     looks_up_head: bool = False
     """Whether rows of the embedding are looked up in the head."""
     matrices: MatrixShape | None = None
-    """Units of the matrices of every token, where these may come from flash; None where they always stay."""
+    """Units of the matrices of every token, if these may come from flash; None if they always stay."""
     dense: SegmentShape | None = None
-    """Pieces for neurons that aren't an expert's, in a model with experts; None where they always stay."""
+    """Pieces for neurons that aren't experts', in a model with experts; None if they always stay."""
 
     @cached_property
     def full_bytes(self) -> int:
@@ -107,12 +102,12 @@ class Plan:
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget that surely works: with a full context, the fewest segments are left."""
+        """The smallest budget that works with a full context and the fewest segments, with a margin."""
         return self.least_budget_bytes + REPEAT_MARGIN_BYTES
 
     @cached_property
     def least_budget_bytes(self) -> int:
-        """The smallest budget that is enough by this measurement of the process, without a margin."""
+        """The same without a margin: enough by this measurement of the process."""
         return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
 
     @property
@@ -123,7 +118,7 @@ class Plan:
 
     @cached_property
     def resident_budget_bytes(self) -> int:
-        """The smallest budget that holds all feed-forward weights beside a full context."""
+        """The smallest budget that holds all weights except the embedding table, and a full context."""
         segments = self.segment.bytes_of(self.segment.total) - self.segment.bytes_of(self.segment.least)
         if self.dense is not None:
             segments += self.dense.bytes_of(self.dense.total)
@@ -188,11 +183,11 @@ class Plan:
 
     @property
     def dense_segments(self) -> int:
-        """Segments that keep neurons which aren't an expert's: as many as fit beside the fewest experts.
+        """Segments that keep neurons which aren't experts': as many as fit with the fewest experts.
 
-        Every token uses them, so of what is left beside a full context and the widest pass they come before
-        any expert that isn't needed at once. What a shorter context and narrower passes leave, which is taken
-        back at any time, goes to experts alone: this number changes with the budget only.
+        Every token uses these neurons, so they come before experts that aren't needed at once, after a full
+        context and the widest pass. Memory of shorter contexts and narrower passes goes to experts, so this
+        number changes with the budget only.
         """
         if self.dense is None:
             return 0
@@ -201,13 +196,13 @@ class Plan:
 
     @property
     def dense_quota(self) -> tuple[int, ...]:
-        """`dense_segments` by layer; empty where no such neurons may come from flash."""
+        """`dense_segments` by layer; empty if no such neurons may come from flash."""
         return () if self.dense is None else self.dense.quota(self.dense_segments)
 
     @cached_property
     def held_units(self) -> int:
-        """Units of `matrices` that stay in memory beside a full context and in the widest pass."""
-        return self.held_beside(self.kv_cache_bytes).units
+        """Units of `matrices` that stay in memory with a full context and in the widest pass."""
+        return self.held_weights(self.kv_cache_bytes).units
 
     @property
     def holds_matrices(self) -> bool:
@@ -220,15 +215,13 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers for offloaded weights; where all weights fit, the first passes fetch them this way.
-
-        In a model with experts that is so after a budget has grown while the model runs.
-        """
+        """Buffers for offloaded weights. If all weights fit, the first passes, or the first after a budget
+        has grown, read them through these."""
         return self.buffers.nbytes
 
     @property
     def model_bytes(self) -> int:
-        """All weights of the model as they would lie in memory."""
+        """All weights of the model in memory."""
         dense = 0 if self.dense is None else self.dense.bytes_of(self.dense.total)
         neurons = self.segment.bytes_of(self.segment.total)
         return self.weights_bytes + self._matrices_total + self.embedding_bytes + dense + neurons
@@ -248,9 +241,9 @@ class Plan:
     def start_bytes(self) -> int:
         """Bytes of `total_bytes` that a text takes at first. Its keys and values grow block by block.
 
-        Where weights come from flash, neurons have that memory until then.
+        If weights come from flash, neurons have the other bytes until then.
         """
-        units, segments = self.held_beside(self.kv_block_bytes)
+        units, segments = self.held_weights(self.kv_block_bytes)
         held = self._matrix_bytes(units) + self.segment.bytes_of(segments)
         return min(self.total_bytes, self._fixed_bytes + self.kv_block_bytes + held)
 
@@ -268,10 +261,10 @@ class Plan:
         most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
-    def held_beside(self, kv_bytes: int, tokens: int | None = None) -> Held:
-        """Matrices, and then neurons, that may be held beside `kv_bytes` of key/value blocks.
+    def held_weights(self, kv_bytes: int, tokens: int | None = None) -> Held:
+        """Weights that may be held with `kv_bytes` of key/value blocks: matrices first, then neurons.
 
-        First comes what drafts need: matrices of layers and of the draft head, then high planes of neurons.
+        Drafts' weights come first: matrices of layers and of the draft head, then high planes of neurons.
 
         tokens: width of the widest pass whose scratch memory is held, by default the widest of all.
         """
@@ -289,26 +282,24 @@ class Plan:
         return Held(units, self.segment.fitting(left - self.matrices.bytes_of(units)))
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
-        """The segments of `held_beside`."""
-        return self.held_beside(kv_bytes, tokens).segments
+        """The segments of `held_weights(kv_bytes, tokens)`."""
+        return self.held_weights(kv_bytes, tokens).segments
 
     @property
     def kept_slots(self) -> int:
-        """Slots that keep neurons or experts while decoding with a full context; 0 where there are none."""
-        return self.kept_slots_beside(self.kv_cache_bytes)
+        """Slots that keep neurons or experts while decoding with a full context; 0 without slots."""
+        return self.kept_slots_for(self.kv_cache_bytes)
 
-    def kept_slots_beside(self, kv_bytes: int) -> int:
-        """The same beside `kv_bytes` of key/value blocks."""
+    def kept_slots_for(self, kv_bytes: int) -> int:
+        """`kept_slots` with `kv_bytes` of key/value blocks."""
         if not isinstance(self.segment, SlotShape):
             return 0
         slots = self.segments_for(kv_bytes, DECODE_TOKENS) * self.segment.slots
         return max(0, slots - self.segment.reserve)
 
     def working_bytes(self, tokens: int) -> int:
-        """Scratch memory that is kept for passes of `tokens` tokens.
-
-        It grows in proportion from a decoding pass to the widest, and has a margin.
-        """
+        """Scratch memory for passes of `tokens` tokens: linear from a decoding pass to the widest, and a
+        margin."""
         more = max(0, tokens - DECODE_TOKENS)
         span = max(1, self.pass_tokens - DECODE_TOKENS)
         idle = self.activation_bytes - self.decode_activation_bytes
@@ -325,7 +316,7 @@ class Plan:
     def to_json(self) -> dict[str, int | float | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
-        The parts are those of the widest pass, the counts of segments those while decoding.
+        Parts are for the widest pass, counts of segments for decoding.
         """
         return {
             "budget_bytes": self.budget_bytes,
@@ -357,7 +348,7 @@ class Plan:
 
     @property
     def _bare_bytes(self) -> int:
-        """Memory of a full context in all, with the fewest feed-forward segments."""
+        """Memory in total with a full context and the fewest feed-forward segments."""
         least = self.segment.bytes_of(self.segment.least) + self._streaming_bytes
         return self._always_bytes + self.buffers.nbytes + self.kv_cache_bytes + least
 
@@ -377,7 +368,7 @@ class Plan:
 
     @property
     def _loading_bytes(self) -> int:
-        """The peak while weights are loaded. Bytes read ahead lie in a piece and in a block or a buffer."""
+        """The peak while weights are loaded. Bytes read ahead exist twice: in a piece, and in a block."""
         ahead = min(LOADING_BYTES, 2 * self.weights_bytes)
         ahead += min(LOADING_PREDICTORS_BYTES, self.predictor_bytes)
         return self._always_bytes - self.activation_bytes + ahead
@@ -393,18 +384,18 @@ class Plan:
 
     @property
     def _kept_weights_bytes(self) -> int:
-        """What this budget keeps besides segments and units, and the slots through which units are read."""
+        """Dense segments, the resident embedding table, and the slots through which units are read."""
         dense = 0 if self.dense is None else self.dense.bytes_of(self.dense_segments)
         slots = 0 if self.matrices is None else self.matrices.slots_bytes
         return dense + slots + (self.embedding_bytes if self.embedding_resident else 0)
 
     def _matrix_bytes(self, units: int) -> int:
-        """Memory of the matrices with so many units held."""
+        """Memory of the matrices with `units` units held."""
         return 0 if self.matrices is None else self.matrices.bytes_of(units)
 
     @property
     def _fixed_bytes(self) -> int:
-        """Everything but the key/value cache, the segments and the units of matrices."""
+        """Everything except the key/value cache, the segments and the units of matrices."""
         return self._always_bytes + self._kept_weights_bytes + self.staging_bytes
 
 

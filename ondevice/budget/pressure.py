@@ -1,10 +1,10 @@
 """Memory pressure: its level by a reading of memory, and the DRAM budget that follows from it.
 
-Pure functions of readings, budgets and a clock's time. They know no system: `pressure_sources.py` makes the
-readings, `budget_watch.py` asks and carries out. Sizes are bytes, times are seconds of a monotonic clock.
+Pure functions of readings, budgets and a clock's time: `pressure_sources.py` makes the readings,
+`budget_watch.py` applies the budgets. Sizes are bytes, times are seconds of a monotonic clock.
 
-Pressure is memory that others take of what this process could have when the model was loaded. A model that
-was given all of a control group's memory feels no pressure from the group being full.
+Pressure is memory that others take of the memory that this process could have when the model was loaded. A
+model that has all of a control group's memory feels no pressure from the group being full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS: tuple[Level, ...] = ("normal", "warning", "critical")
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at memory where it is scarcest for this process: on the machine, or in a control group."""
+    """A reading of memory where it is scarcest for this process: on the machine, or in a control group."""
 
     limit_bytes: int
     """Total memory."""
@@ -36,7 +36,7 @@ class Reading:
     limit_hits: int = 0
     """Number of times that usage has hit the limit since the group was made."""
     reported: Level = "normal"
-    """The level that the system itself reports, if it does."""
+    """The level that the system reports, if it does."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class PressureConfig:
     """Seconds between two looks."""
     reserve_share: float = 0.05
     least_reserve_bytes: int = 16 << 20
-    """Least memory that is left to others, unless they had less when the model was loaded.
-
-    Less than half of it is critical."""
+    """Least memory that is left to others, unless they had less when the model was loaded. Less than half of
+    it is critical."""
     drift_share: float = 0.0025
     least_drift_bytes: int = 8 << 20
     """Differences between readings that are ignored: page tables, the kernel's own caches."""
     short_share: float = 0.1
-    """Share available below which waiting counts; above it, tasks wait at limits of their own."""
+    """Share available below which waiting counts; above it, tasks wait at other limits."""
     reported_share: float = 0.5
     """Share available below which the reported level counts: macOS may warn with memory free."""
     waiting: float = 0.2
@@ -90,7 +89,7 @@ class PressureState:
     """State that is kept from look to look."""
 
     usual_room_bytes: int
-    """Memory that this process could have at the first look: held already, or available."""
+    """Memory that this process held, or could get, at the first look."""
     level: Level = "normal"
     looks: int = 0
     """Looks in a row that weren't normal."""
@@ -136,7 +135,7 @@ def _share(share: float, reading: Reading, least_bytes: int) -> int:
 
 
 def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureConfig) -> int:
-    """Memory that is to stay free beside the budget; below 0 if the user's budget left none at load.
+    """Memory that must stay free in addition to the budget; below 0 if the user's budget left none at load.
 
     usual_spare: memory that the largest budget left free when the model was loaded.
     """
@@ -145,7 +144,8 @@ def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureCon
 
 
 def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> Level:
-    """The level. over: the budget takes more than others leave. hit: the limit was newly met."""
+    """The level. over: the budget exceeds what others leave. hit: usage has hit the limit since the last
+    look."""
     available = reading.available_bytes / max(1, reading.limit_bytes)
     levels: list[Level] = ["normal"]
     if available < config.reported_share:

@@ -1,6 +1,6 @@
 """Reads memory pressure from the system: Linux's control groups, meminfo and PSI, macOS's levels and events.
 
-A source is used by one thread. It decides nothing: `pressure.py` does.
+A source is used by one thread. `pressure.py` decides what readings mean.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PressureSource(Protocol):
 
 
 def system_source(wake: Wake) -> PressureSource:
-    """The source of this system. wake: called from a thread of the system's when there is news."""
+    """The source of this system. wake: called from a system thread when the level changes."""
     return MacosSource(wake) if sys.platform == "darwin" else LinuxSource()
 
 
@@ -61,7 +61,7 @@ class LinuxSource:
         stalled, blocked = _stalls(self._proc / "pressure" / "memory")
         scarcest = Reading(sizes["MemTotal"], sizes["MemAvailable"], process_bytes, stalled, blocked)
         for group in memory_groups(self._proc, self._cgroup):
-            # Active or not, page cache can be dropped before anything is killed.
+            # The system drops page cache, active or not, before it kills a process.
             cache_bytes = group.inactive_cache_bytes + group.active_cache_bytes
             available = max(0, group.limit_bytes - group.used_bytes + cache_bytes)
             if available < scarcest.available_bytes:
@@ -80,9 +80,14 @@ def _stalls(path: Path) -> tuple[float, float]:
     shares = {"some": 0.0, "full": 0.0}
     for line in (read_text(path) or "").splitlines():
         kind, _, averages = line.partition(" avg10=")
-        whole, _, hundredths = averages.partition(" ")[0].partition(".")
-        if kind in shares and whole.isdecimal() and hundredths.isdecimal() and len(whole + hundredths) <= 5:
-            shares[kind] = int(whole + hundredths) / 10 ** (2 + len(hundredths))
+        percent, _, hundredths = averages.partition(" ")[0].partition(".")
+        if (
+            kind in shares
+            and percent.isdecimal()
+            and hundredths.isdecimal()
+            and len(percent + hundredths) <= 5
+        ):
+            shares[kind] = int(percent + hundredths) / 10 ** (2 + len(hundredths))
     return shares["some"], shares["full"]
 
 
@@ -124,11 +129,11 @@ class MacosSource:
         # The symbol is data: its address is passed, and it is never called.
         kind = ctypes.cast(library._dispatch_source_type_memorypressure, ctypes.c_void_p)
         queue = ctypes.c_void_p(library.dispatch_get_global_queue(ctypes.c_long(0), ctypes.c_ulong(0)))
-        made = library.dispatch_source_create(kind, ctypes.c_size_t(0), ctypes.c_ulong(_EVENTS), queue)
-        if not made:
+        created = library.dispatch_source_create(kind, ctypes.c_size_t(0), ctypes.c_ulong(_EVENTS), queue)
+        if not created:
             log.info("macOS gives no memory pressure events; its level is polled")
             return
-        source = self._source = ctypes.c_void_p(made)
+        source = self._source = ctypes.c_void_p(created)
         _listening[self._key] = self
         library.dispatch_set_context(source, ctypes.c_void_p(self._key))
         library.dispatch_source_set_event_handler_f(source, _handler())
@@ -143,12 +148,12 @@ class MacosSource:
 
 _keys = itertools.count(1)
 _listening: dict[int, MacosSource] = {}
-"""Sources by the number that is their events' context, so that no event holds the address of an object."""
+"""Sources by their events' context, a number, so that no event holds the address of an object."""
 
 
 @functools.cache
 def _handler() -> Any:
-    """The function that all events call. It lives as long as the process, so no event calls a dead one."""
+    """The function that all events call. It is never freed, so no event calls a dead one."""
 
     def event(key: int | None) -> None:
         source = _listening.get(key or 0)

@@ -46,7 +46,7 @@ class ReferenceMemory(CpuMemory):
 
     @cached_property
     def matrices(self) -> MatrixShape | None:
-        """None: so is every matrix."""
+        """None: every matrix is among `weights_bytes`."""
         return None
 
     @property
@@ -54,10 +54,8 @@ class ReferenceMemory(CpuMemory):
         return BufferShape(0, 0, 0, 0)
 
     def activation_bytes(self, tokens: int) -> int:
-        """Numpy's temporaries beside what the kernels have, for a pass of any width.
-
-        They are wide hidden values, whole matrices of scores, and keys and values read back.
-        """
+        """The kernels' activations and numpy's temporaries, for a pass of any width: wide hidden values, all
+        scores, and keys and values read back."""
         config, context, chunk = self.config, self.max_context, self.pass_tokens
         hidden = 16 * chunk * config.widest
         temporaries = hidden + 8 * chunk * context + 6 * config.kv_size * context

@@ -1,7 +1,6 @@
 """Sizes and shapes that every backend's memory shares: packed matrices, segments, slots, read buffers.
 
-Pure functions of the model's shape and the options. All sizes are bytes. `memory_model.py` and the memory
-models derived from it put them together.
+Pure functions of the model's shape and the options, for the memory models. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ STREAM_SLOT_BYTES = 2 << 20
 """Target size of one read of dense mode's records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
 SLICE_SLOTS = 12
-"""Slots for slices, or their low planes, which are read one by one by eight threads.
+"""Slots for slices, or their low planes, which eight threads read one by one.
 
-With as many slots as threads, threads wait for the one whose read is the oldest. GB/s with 8, 12 and 16
-slots: 0.94, 1.47 and 1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slices of 0.8 MB (`python -m
+With as many slots as threads, threads wait for the oldest read. GB/s with 8, 12 and 16 slots: 0.94, 1.47 and
+1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slices of 0.8 MB (`python -m
 tests.benchmarks.explain.slice_reads`)."""
 MATRIX_PIECE_BYTES = 512 << 10
 """Target size of one read of a matrix that isn't held."""
@@ -52,33 +51,32 @@ MATRIX_SLOTS = 12
 STREAM_SHARE = 16
 """Divisor of the feed-forward weights that bounds the read-ahead's slots, which are two at least."""
 FETCH_NEURONS = 1024
-"""Neurons that are read and multiplied at a time where some are selected; a multiple of 64."""
+"""Selected neurons that are read and multiplied at a time; a multiple of 64."""
 FETCH_DEPTH = 48
-"""Most reads under way where records are read one by one: small reads are slow alone."""
+"""Most reads at once of single records: small reads are slow alone."""
 FETCH_ENDED = 16
-"""Reads that have ended and are checked and copied while others are under way (kEnded in read_pool.cc)."""
+"""Ended reads that are checked and copied while others run (kEnded in read_pool.cc)."""
 FETCH_STAGING_BYTES = 72 << 10
 """Staging buffer for a run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
 PREFILL_CHUNK, EXPERTS_CHUNK = 256, 512
 """Tokens of a chunk of a prompt; with experts, one of 512 takes 0.8 of the time of two (docs/experts.md)."""
 LOGITS_BYTES = 2 << 20
-"""Target size of the logits that exist at once where those of every token are wanted."""
+"""Target size of the logits that exist at once when every token's are computed."""
 DECODE_TOKENS = DRAFT_NODES
 """Most tokens of a forward pass that counts as decoding: neurons get the scratch memory that it leaves.
 
-Rows of streams aren't tokens: such a pass may have STREAM_ROWS of them as well."""
+The pass may also have STREAM_ROWS rows of streams."""
 
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer.
+    """The pieces of feed-forward memory: each holds `neurons` neurons of one layer.
 
-    A segment of two planes counts as two: its high plane, which all layers get first, and the low one, which
-    makes it whole.
+    A segment of two planes counts as two: its high plane, which all layers get first, and its low one.
 
     per_layer: for each layer, the segments that hold all of its neurons. layer_bytes: for each layer, the
-    bytes of a whole segment. high_bytes: for each layer, those of its high plane, 0 where it has none.
+    bytes of a segment. high_bytes: for each layer, those of a segment's high plane, or 0.
     """
 
     neurons: int
@@ -102,7 +100,7 @@ class SegmentShape:
         return max(self.layer_bytes)
 
     def bytes_of(self, segments: int) -> int:
-        """Bytes of so many segments, in the order in which layers get them."""
+        """Bytes of the first `segments` segments, in the order in which layers get them."""
         return self._sums[segments]
 
     def fitting(self, nbytes: int) -> int:
@@ -111,7 +109,7 @@ class SegmentShape:
 
     @property
     def high_planes(self) -> int:
-        """Segments that are high planes, or have one plane, and come first; 0 where none has two."""
+        """Segments that are high planes, or have one plane, and come first; 0 if none has two."""
         low = sum(most for most, high in zip(self.per_layer, self.high_bytes, strict=True) if high)
         return self.total - low if low else 0
 
@@ -140,21 +138,21 @@ class SegmentShape:
         return [(layer, self._bytes_of(layer, low)) for low, _, _, layer in sorted(places)]
 
     def _bytes_of(self, layer: int, low: bool) -> int:
-        """Bytes of a high plane of the layer, or of what makes it whole; of a segment without planes."""
+        """Bytes of a high or low plane of the layer, or of a segment without planes."""
         segment, high = self.layer_bytes[layer], self.high_bytes[layer]
         return segment - high if low else high or segment
 
     @cached_property
     def _sums(self) -> list[int]:
-        """Bytes of the first segments of the order, for each number of them."""
+        """Bytes of the first n segments of the order, by n."""
         return [0, *accumulate(nbytes for _, nbytes in self._order)]
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The equal pieces that memory for single neurons is allocated in: `slots` slots for one neuron each.
+    """The equal pieces of memory for single neurons: `slots` slots for one neuron each.
 
-    `reserve` slots are for neurons on their way through; `least` segments hold them.
+    `reserve` slots are for neurons that are read for one pass; `least` segments hold them.
     """
 
     slots: int
@@ -168,7 +166,7 @@ class SlotShape:
         return padded(self.slots * self.slot_bytes, PAGE_BYTES)
 
     def bytes_of(self, segments: int) -> int:
-        """Bytes of so many segments."""
+        """Bytes of `segments` segments."""
         return segments * self.nbytes
 
     def fitting(self, nbytes: int) -> int:
@@ -177,7 +175,7 @@ class SlotShape:
 
     @property
     def high_planes(self) -> int:
-        """Segments of high planes: none."""
+        """0: slots have no planes."""
         return 0
 
     @property
@@ -186,7 +184,7 @@ class SlotShape:
         return -(-self.reserve // self.slots)
 
     def quota(self, segments: int) -> tuple[int, ...]:
-        """One number for the whole model: layers share the slots of every segment."""
+        """One number for the model: layers share the slots of every segment."""
         return (max(0, min(segments, self.total)),)
 
 
@@ -194,10 +192,10 @@ class SlotShape:
 class MatrixShape:
     """Memory for the matrices of every token, in units that are held in order: `matrix_units`.
 
-    unit_bytes: of each unit. piece_bytes: most bytes that are read at once, but for a longer tile.
-    slot_bytes: of each of MATRIX_SLOTS slots through which units are read. shared_bytes: memory into which
-    those that aren't held are copied. draft_units: the first ones, which a draft's pass needs: every layer's,
-    and those of the draft head.
+    unit_bytes: of each unit. draft_units: number of the first ones, which a draft's pass needs: every
+    layer's, and those of the draft head. piece_bytes: most bytes that are read at once, unless a tile is
+    longer. slot_bytes: of each of MATRIX_SLOTS slots through which units are read. shared_bytes: memory into
+    which units that aren't held are copied.
     """
 
     unit_bytes: tuple[int, ...]
@@ -221,23 +219,23 @@ class MatrixShape:
         return self._sums[-1]
 
     def fitting(self, nbytes: int) -> int:
-        """Most units that may be held in `nbytes` bytes, with what the others share, but for the slots."""
+        """Most units that `nbytes` bytes hold, with the memory that the others share, without the slots."""
         if nbytes >= self.total_bytes:
             return len(self.unit_bytes)
         held = bisect_right(self._sums, nbytes - self.shared_bytes) - 1
         return max(0, min(held, len(self.unit_bytes) - 1))
 
     def held_bytes(self, units: int) -> int:
-        """Bytes of so many units."""
+        """Bytes of the first `units` units."""
         return self._sums[units]
 
     def bytes_of(self, units: int) -> int:
-        """Memory with so many units held, with what the others share, but for the slots."""
+        """Memory of `units` held units, with the memory that the others share, without the slots."""
         return self._sums[units] + (self.shared_bytes if units < len(self.unit_bytes) else 0)
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:
-        """Bytes of the first units, for each number of them."""
+        """Bytes of the first n units, by n."""
         return tuple(accumulate(self.unit_bytes, initial=0))
 
 
@@ -268,12 +266,12 @@ def segment_shape(
 ) -> SegmentShape:
     """Segments near `aim_bytes`, or an eighth of the widest layer if less, sized so that little is wasted.
 
-    Feed-forwards in slices have a segment for each.
+    Feed-forwards in slices have one segment per slice.
 
     Args:
         config: The model's shape.
-        quant: How its weights are quantised.
-        block_bytes: Size of 64 neurons in memory; 0 for the kernels' own packing.
+        quant: How its weights are quantized.
+        block_bytes: Size of 64 neurons in memory; 0 for the kernels' packing.
         aim_bytes: Target size of a segment.
     """
     if config.is_sliced:
@@ -289,9 +287,9 @@ def segment_shape(
 
 
 def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
-    """Units of the matrices of every token, and pieces near 512 KiB, or of half the largest unit if less.
+    """Units of the matrices of every token, and pieces near 512 KiB, or half the largest unit if less.
 
-    None where reading them would take as much memory as holding them.
+    None if reading them would take as much memory as holding them.
     """
     units = matrix_units(config, quant)
     sizes = tuple(sum(matrix.nbytes for linear in unit for matrix in linear) for unit in units)
@@ -310,7 +308,7 @@ def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
 
 
 def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
-    """Segments for the neurons that aren't an expert's, in a model with experts; None if there are none."""
+    """Segments for the neurons that aren't experts', in a model with experts; None if there are none."""
     widths = tuple(map(config.dense_neurons, config.layers))
     if config.experts is None or not any(widths):
         return None
@@ -318,10 +316,10 @@ def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
 
 
 def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Sequence[int]) -> SegmentShape:
-    """`segment_shape` of layers with these numbers of neurons.
+    """`segment_shape` of layers with `widths` neurons.
 
-    Their size follows from all of the model's layers: some backends sum neurons segment by segment, so a part
-    of a model has the segments that the whole has.
+    The segments' size follows from all of the model's layers, also in a part of a model, as some backends sum
+    neurons segment by segment.
 
     Args:
         widths: neurons of each layer.
@@ -332,7 +330,7 @@ def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Se
     units = [-(-neurons // GROUP_SIZE) for neurons in model_widths]
     aim = max(1, min(aim_bytes // unit, max(units) // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
-    size = min(sizes, key=lambda size: (sum(padded(own, size) for own in units), abs(size - aim), size))
+    size = min(sizes, key=lambda size: (sum(padded(count, size) for count in units), abs(size - aim), size))
     return SegmentShape(
         neurons=size * GROUP_SIZE,
         per_layer=tuple(-(-neurons // (size * GROUP_SIZE)) for neurons in widths),
@@ -341,13 +339,13 @@ def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Se
     )
 
 
-def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShape:
+def slot_shape(config: ModelConfig, quant: QuantConfig, full_records: bool) -> SlotShape:
     """Segments near 8 MiB, or a sixteenth of all neurons if that is less.
 
-    whole: slots hold whole records; otherwise what follows gate rows alone.
+    full_records: whether slots hold full records, or records without gate rows.
     """
     layout = record_layout(config, quant)
-    slot_bytes = layout.stride if whole else layout.part_bytes[1]
+    slot_bytes = layout.stride if full_records else layout.part_bytes[1]
     neurons = config.num_neurons
     # Two batches of a layer, what was prefetched for it, and what is being prefetched for the next layer.
     reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
@@ -356,13 +354,13 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
 
 
 def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) -> SlotShape:
-    """Slots for whole experts, in segments near 8 MiB, or a sixteenth of all experts if that is less.
+    """Slots for experts, in segments near 8 MiB, or a sixteenth of all experts if that is less.
 
-    The reserve holds those that a token chooses in one layer.
+    The reserve holds a token's experts of one layer.
     """
     nbytes = expert_bytes(config, quant)
-    # An expert lies in its page as on flash, so one that isn't whole pages, or is behind neurons that aren't,
-    # may touch one more.
+    # An expert has its offset in a page as on flash, so it may touch one page more, unless it and the neurons
+    # before it are whole pages.
     sizes = {nbytes}
     if experts.layout == "neurons":
         stride = record_layout(config, quant).stride
@@ -375,7 +373,7 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
 
 
 def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Neurons that aren't an expert's in a model with experts, packed, where they stay in memory."""
+    """Neurons that aren't experts' in a model with experts, packed, if they stay in memory."""
     blocks = sum(-(-config.dense_neurons(layer) // GROUP_SIZE) for layer in config.layers)
     return blocks * _block_bytes(config, quant)
 
@@ -386,10 +384,9 @@ def fetch_neurons(config: ModelConfig) -> int:
 
 
 def prefetch_neurons(config: ModelConfig) -> int:
-    """Most neurons of a layer that are prefetched.
+    """Most neurons of a layer that are prefetched: more than most devices read while a layer is computed.
 
-    That is more than most devices read while a layer is computed. Reads that haven't begun when the layer's
-    turn comes are cancelled, so that each device sets its own depth.
+    Reads that haven't begun when the layer is computed are cancelled, so each device sets its own depth.
     """
     return fetch_neurons(config) // 2
 
@@ -407,7 +404,7 @@ def buffer_shape(
 
     Slices are read one by one, and multiplied where they were read.
 
-    widths: neurons of each layer that are read so; by default all. most: records of a read at most, whole
+    widths: neurons of each layer that are read; by default all. most: most records of a read, in whole
     blocks; 0: no limit.
     """
     widths = widths or config.widths
@@ -435,10 +432,10 @@ def buffer_shape(
 
 
 def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """Tokens a session may hold. Raises UsageError if more are asked for than the model was made for.
+    """Tokens that a session may hold. Raises UsageError for a `max_context` beyond the model's.
 
-    Unasked, never more than those up to which its rotary frequencies are the original ones: a budget that has
-    room for less can then change no text.
+    The default stays where rotary frequencies are the original ones, so that a smaller budget changes no
+    text.
     """
     if runtime.max_context < 0 or runtime.max_context > config.max_context:
         raise UsageError(
@@ -459,12 +456,12 @@ def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
-    """Most nodes of a draft, its root included: no more than a chunk of a prompt has tokens."""
+    """Most nodes of a draft, its root included: at most a chunk of a prompt."""
     return min(DRAFT_NODES, runtime.prefill_chunk or PREFILL_CHUNK)
 
 
 def logits_rows(config: ModelConfig) -> int:
-    """Tokens whose logits are computed at once where those of every token are wanted."""
+    """Tokens whose logits are computed at once when every token's are computed."""
     return max(1, LOGITS_BYTES // (4 * config.vocab_size))
 
 

@@ -17,7 +17,7 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes for one token that is decoded: of weights that are multiplied, and that are read from flash."""
+    """Bytes per decoded token: of weights that are multiplied, and that are read from flash."""
 
     computed: float
     read: float
@@ -35,15 +35,14 @@ def token_bytes(
 
     Args:
         config: of the layers.
-        quant: how their weights are quantised.
+        quant: how their weights are quantized.
         plan: their plan.
-        active: share of each layer's neurons that a token multiplies; 1 where all are.
-        use: what caches of these layers' experts hit, if that was measured; else an expert is found in memory
-            as often as another.
+        active: share of each layer's neurons that a token multiplies, up to 1.
+        use: measured hit rates of these layers' experts; None: all experts are equally likely in memory.
         kv_bytes: keys and values that are in memory; by default those of a full context.
     """
     kv_bytes = plan.kv_cache_bytes if kv_bytes is None else kv_bytes
-    units, segments = plan.held_beside(kv_bytes, DECODE_TOKENS)
+    units, segments = plan.held_weights(kv_bytes, DECODE_TOKENS)
     always, read = float(plan.weights_bytes + plan.predictor_bytes), 0.0
     if plan.matrices is not None:
         always += plan.matrices.total_bytes
@@ -56,16 +55,14 @@ def token_bytes(
         else:
             # Gate rows that select neurons are among the weights of every token.
             sizes = [count * plan.segment.slot_bytes for count in config.widths]
-            kept = min(1.0, plan.kept_slots_beside(kv_bytes) / config.num_neurons)
+            kept = min(1.0, plan.kept_slots_for(kv_bytes) / config.num_neurons)
         neurons = sum(share * nbytes for share, nbytes in zip(active, sizes, strict=True))
         read += neurons * (1 - kept)
         return TokenBytes(always + neurons, read if plan.offloads_weights else 0.0)
     layers = sum(layer.experts is not None for layer in config.layers)
-    experts, total = (
-        layers * config.experts.chosen * expert_bytes(config, quant),
-        layers * config.experts.count,
-    )
-    kept_experts = min(total, plan.kept_slots_beside(kv_bytes))
+    experts = layers * config.experts.chosen * expert_bytes(config, quant)
+    total = layers * config.experts.count
+    kept_experts = min(total, plan.kept_slots_for(kv_bytes))
     hits = kept_experts / max(1, total) if use is None else use.expected_hits(kept_experts, total)
     read += experts * (1 - hits)
     dense = 0
@@ -76,15 +73,15 @@ def token_bytes(
 
 
 def _held_share(shape: SegmentShape, segments: int) -> float:
-    """Share of all neurons' bytes that so many segments hold."""
+    """Share of all neurons' bytes that the first `segments` segments hold."""
     return shape.bytes_of(segments) / max(1, shape.bytes_of(shape.total))
 
 
 def active_shares(bundle: Bundle, runtime: RuntimeConfig) -> list[float]:
     """For each layer, the share of its neurons that a token multiplies, as far as the bundle knows it.
 
-    That is by the point of `predicted`, and in `exact` by the hotness of its neurons; else 1.
-    Raises BundleError for damaged hotness, UnsupportedModelError for a point that the bundle doesn't have.
+    It comes from the point of `predicted`, or in `exact` from the hotness of neurons; else it is 1. Raises
+    BundleError for damaged hotness, UnsupportedModelError for a point that the bundle doesn't have.
     """
     everything = [1.0] * bundle.config.num_layers
     if runtime.sparsity == "predicted" and bundle.predictors is not None:

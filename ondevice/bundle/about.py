@@ -1,11 +1,11 @@
-"""Documents beside a bundle, such as `about.txt`, which describes the model. None of them is trusted."""
+"""Documents in a bundle's folder, such as `about.txt`, which describes the model. They are untrusted."""
 
 from __future__ import annotations
 
 import unicodedata
 from pathlib import Path
 
-from ondevice.bundle.files import contained, read_whole
+from ondevice.bundle.files import contained, read_file
 from ondevice.errors import BundleError
 
 ABOUT = "about.txt"
@@ -19,7 +19,7 @@ MAX_LINE_CHARS = 160
 def read_about(folder: Path) -> str:
     """The printable characters of `about.txt`, in short lines; empty if there is no readable text."""
     try:
-        text = read_whole(contained(folder.resolve(), ABOUT), MAX_BYTES).decode("utf-8")
+        text = read_file(contained(folder.resolve(), ABOUT), MAX_BYTES).decode("utf-8")
     except (BundleError, UnicodeDecodeError):
         return ""
     lines = [_printable(line)[:MAX_LINE_CHARS] for line in text.strip().split("\n")]

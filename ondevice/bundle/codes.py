@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits as rows hold them, without gaps, low bits first, which is MLX's packing; and scales.
+"""Codes of 2 to 8 bits in rows, packed without gaps, low bits first, as by MLX; and scales.
 
 MXFP4 is that of OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1: float codes and powers of two as scales.
 Legend: R rows, C columns, S super groups of 256 columns.
@@ -15,21 +15,21 @@ Codes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
 E2M1: Float32 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6), np.float32)
-"""What each code of MXFP4 means, in units of its group's scale."""
+"""Value of each code of MXFP4, in units of its group's scale."""
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
-"""What each code of the scales `table` and `two_level_table` means, in units of its group's scale."""
+"""Value of each code with the scales `table` and `two_level_table`, in units of its group's scale."""
 MAX_POWER, E8M0_NAN = 252, 255
-"""Scale bytes of MXFP4: the largest with which every code is a finite float32, and the one of no number."""
+"""Scale bytes of MXFP4: the largest with which every code is a finite float32, and that of NaN."""
 
 
 def powers(scales: NDArray[np.generic]) -> Float32:
-    """What scale bytes of MXFP4 mean: 2^(s - 127), which is infinite for E8M0_NAN."""
+    """Values of scale bytes of MXFP4: 2^(s - 127), infinite for E8M0_NAN."""
     values: Float32 = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     return values
 
 
 def unpack(packed: Codes, bits: int) -> Codes:
-    """Codes (R, C) of packed rows (R, C * bits / 8): 8 codes lie in `bits` bytes. C is a multiple of 8."""
+    """Codes (R, C) of packed rows (R, C * bits / 8), with 8 codes in `bits` bytes. C is a multiple of 8."""
     if bits == 8:
         return packed
     rows = len(packed)
@@ -47,7 +47,7 @@ def unpack(packed: Codes, bits: int) -> Codes:
 
 
 def pack(codes: Codes, bits: int) -> Codes:
-    """The rows that `unpack` takes, of codes (R, C) below 2^bits. C is a multiple of 8."""
+    """Packed rows (R, C * bits / 8) of codes (R, C) below 2^bits. C is a multiple of 8."""
     if bits == 8:
         return codes
     rows = len(codes)
@@ -88,9 +88,9 @@ def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Flo
 
 
 def scales_of_two_levels(headers: Codes, stored: RowFormat) -> tuple[Float32, Float32 | None]:
-    """Scales d * s and minimums dmin * m, (R, G) each, of headers (R, S * header_bytes); exact.
+    """Exact scales d * s and minimums dmin * m, (R, G) each, of headers (R, S * header_bytes).
 
-    The minimums are None but for `two_level`.
+    Only `two_level` has minimums; else they are None.
     """
     by_super = np.ascontiguousarray(headers).reshape(len(headers), -1, stored.header_bytes)
     upper = np.ascontiguousarray(by_super[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
@@ -100,9 +100,9 @@ def scales_of_two_levels(headers: Codes, stored: RowFormat) -> tuple[Float32, Fl
 
 
 def group_integers(lower: Codes, stored: RowFormat) -> tuple[NDArray[np.int8], NDArray[np.int8] | None]:
-    """Scales and minimums (R, S, groups) of the bytes that headers (R, S, bytes) end with.
+    """Scales and minimums (R, S, groups) of the last bytes of headers, (R, S, bytes).
 
-    The minimums are None but for `two_level`.
+    Only `two_level` has minimums; else they are None.
     """
     rows, count, nbytes = lower.shape
     blocks = SUPER_SIZE // GROUP_SIZE

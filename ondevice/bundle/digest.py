@@ -47,10 +47,10 @@ class FileDigest:
             if self._pending.size < self._cycle_bytes:
                 return
             self._crcs.append(self._crc32c(self._pending, self._units))
-        whole = data.size // self._cycle_bytes * self._cycle_bytes
-        if whole:
-            self._crcs.append(self._crc32c(data[:whole], self._units))
-        self._pending = data[whole:].copy()
+        complete = data.size // self._cycle_bytes * self._cycle_bytes
+        if complete:
+            self._crcs.append(self._crc32c(data[:complete], self._units))
+        self._pending = data[complete:].copy()
 
     def sha256(self) -> str:
         """Hex digest of the bytes added so far."""

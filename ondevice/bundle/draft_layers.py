@@ -1,10 +1,10 @@
-"""`eagle.json`, `mtp.json` and their tensors: a layer beside the model's own that drafts from hidden states.
+"""`eagle.json`, `mtp.json` and their tensors: an additional layer that drafts from hidden states.
 
-Two kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer that others trained for a finished model: its
-queries, keys and values read a token's embedding and a mixture of three hidden states side by side. A
-multi-token-prediction layer (arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the
-embedding and the last hidden state, and a layer of the usual form follows, which may have experts and latent
-attention. Each is a sidecar (`sidecar.py`) of a finished bundle; `weights/README.md` is the specification.
+Two kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer trained for a finished model: its queries, keys
+and values read a token's embedding next to a mixture of three hidden states. A multi-token-prediction layer
+(arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the embedding and the last hidden
+state, and a usual layer follows, which may have experts and latent attention. Each is a sidecar
+(`sidecar.py`) of a finished bundle; `weights/README.md` is the specification.
 
 Legend: D width of the draft layer, T of the target, V target's vocabulary, N tokens of the layer's own head.
 """
@@ -58,15 +58,15 @@ SIDECAR_OF: Mapping[str, Sidecar] = {"eagle": EAGLE_SIDECAR, "mtp": MTP_SIDECAR}
 EAGLE_TAPS = 3
 """Hidden states that an EAGLE-3 layer mixes."""
 _PLAIN: Mapping[str, Any] = {"window": 0, "sinks": False, "value_dim": 0, "out_factor": 1.0}
-"""Values of keys of attention where they are absent, as they mostly are."""
+"""Values of attention's optional keys when they are absent."""
 TOKENS = "tokens"
 EMBEDDINGS = "embeddings"
 ROUTER_BITS: Literal[16] = 16
-"""Bits of the router and of the shared experts' gate: no choice is to depend on how weights are rounded."""
+"""Bits of the router and of the shared experts' gate, so that choices don't depend on rounded weights."""
 
 
 class DraftMatrix(NamedTuple):
-    """A quantised matrix of the file: `number` matrices (rows, cols), those of experts, one below the other.
+    """A quantized matrix of the file: `number` matrices (rows, cols), of experts, one below the other.
 
     halves: whether it has 16 bits, whatever the others have.
     """
@@ -78,29 +78,35 @@ class DraftMatrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Logical (rows, columns) of all of it."""
+        """Logical (rows, columns) of all `number` matrices."""
         return self.number * self.rows, self.cols
 
     def stored(self, bits: Literal[4, 8, 16]) -> RowFormat:
-        """How it is stored in a layer of these bits."""
+        """The matrix's format in a layer of these bits."""
         return RowFormat(ROUTER_BITS if self.halves else bits)
 
 
 @dataclass(frozen=True)
 class DraftLayer:
-    """The content of the JSON file: what a draft layer is, and for which weights.
+    """The content of the JSON file: a draft layer's shape, and the weights that it is for.
 
-    model: `weights_digest` of the target. bits: width of the matrices' codes. taps: the target's hidden
-    states that it reads, each by the layer that it enters; the number of layers means the last one's output.
-    neurons: of the dense feed-forward; with experts, of that beside them, or 0.
-    residual_normed: whether attention's output joins the normed hidden state, not the hidden state itself.
-    head_norm: whether each head's queries and keys are normed. output_gates: whether what heads attend to is
-    multiplied by the sigmoid of gates. states_normed: whether hidden states come from behind a norm, the
-    target's last one and then the layer's own. own_head: whether it has an output head of its
-    own, of `tokens` tokens; else the target's serves. own_embeddings: whether it has embeddings of its own,
-    (V, D). latent: latent attention, whose scores are multiplied by `scale`; both None without. experts: as
-    a model's, stored as matrices; None without. window, sinks, value_dim, out_factor: of its attention, as of
-    `AttentionSpec`. crcs: CRC32C of each MiB of the file with the tensors.
+    Args:
+        model: `weights_digest` of the target.
+        bits: width of the matrices' codes.
+        taps: the target's hidden states that it reads, each by the layer that it enters; the number of layers
+            stands for the last layer's output.
+        neurons: of the dense feed-forward; with experts, of the one in addition to them, or 0.
+        tokens: N, of its head.
+        head_norm: whether each head's queries and keys are normed.
+        output_gates: whether heads' outputs are multiplied by the sigmoid of gates.
+        residual_normed: whether attention's output joins the normed hidden state.
+        states_normed: whether hidden states are normed: by the target's last norm, then by the layer's own.
+        own_head: whether it has an output head; else it uses the target's.
+        own_embeddings: whether it has embeddings, (V, D); else it uses the target's.
+        latent, scale: latent attention, and the factor of its scores; None without it.
+        experts: as a model's, stored as matrices; None without.
+        window, sinks, value_dim, out_factor: of its attention, as in `AttentionSpec`.
+        crcs: CRC32C of each MiB of the file with the tensors.
     """
 
     kind: DraftLayerKind
@@ -141,13 +147,13 @@ class DraftLayer:
 
     @property
     def query_size(self) -> int:
-        """Width of what all heads give together, which `out` multiplies."""
+        """Width of all heads' outputs together, which `out` multiplies."""
         value_dim = self.value_dim or self.head_dim
         return self.num_heads * (value_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused projection; in latent attention of queries, or what makes them, and latents."""
+        """Rows of the fused projection; in latent attention, of queries or their latents, and latents."""
         if (latent := self.latent) is not None:
             return (latent.query_rank or self.num_heads * latent.query_width) + latent.width
         values = self.num_kv_heads * (self.value_dim or self.head_dim)
@@ -189,7 +195,7 @@ class DraftLayer:
         )
 
     def matrices(self, target: ModelConfig) -> dict[str, DraftMatrix]:
-        """Every quantised matrix by name, in the order of the file."""
+        """Every quantized matrix by name, in the order of the file."""
         width, embedding, hidden = self.hidden_size, self.embedding_width(target), target.hidden_size
         if self.kind == "eagle":
             shapes = {f"fc.{tap}": (width, hidden) for tap in range(len(self.taps))}
@@ -208,41 +214,41 @@ class DraftLayer:
         if self.neurons:
             shapes |= {"gate": (self.neurons, width), "up": (self.neurons, width)}
             shapes["down"] = (width, self.neurons)
-        found = {name: DraftMatrix(*shape) for name, shape in shapes.items()}
+        matrices = {name: DraftMatrix(*shape) for name, shape in shapes.items()}
         if (experts := self.experts) is not None:
-            found["router"] = DraftMatrix(experts.count, width, halves=True)
+            matrices["router"] = DraftMatrix(experts.count, width, halves=True)
             if experts.shared_gate:
-                found["shared_gate"] = DraftMatrix(1, width, halves=True)
+                matrices["shared_gate"] = DraftMatrix(1, width, halves=True)
             for which in ("gate", "up"):
-                found[f"experts.{which}"] = DraftMatrix(experts.neurons, width, experts.count)
-            found["experts.down"] = DraftMatrix(width, experts.neurons, experts.count)
-        return found | ({"head": DraftMatrix(self.tokens, width)} if self.own_head else {})
+                matrices[f"experts.{which}"] = DraftMatrix(experts.neurons, width, experts.count)
+            matrices["experts.down"] = DraftMatrix(width, experts.neurons, experts.count)
+        return matrices | ({"head": DraftMatrix(self.tokens, width)} if self.own_head else {})
 
     def vectors(self, target: ModelConfig) -> dict[str, int]:
         """Lengths of the float32 vectors by name, in the order of the file."""
-        found = {
+        sizes = {
             "embedding_norm": self.embedding_width(target),
             "hidden_norm": self.hidden_size if self.kind == "eagle" else target.hidden_size,
             "feed_forward_norm": self.hidden_size,
             "final_norm": self.hidden_size,
         }
         if self.kind == "mtp":
-            found["attention_norm"] = self.hidden_size
+            sizes["attention_norm"] = self.hidden_size
         if self.qkv_bias:
-            found["qkv.bias"] = self.qkv_rows
+            sizes["qkv.bias"] = self.qkv_rows
         if self.output_bias:
-            found["out.bias"] = self.hidden_size
+            sizes["out.bias"] = self.hidden_size
         if self.head_norm:
-            found |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+            sizes |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
         if self.sinks:
-            found["sinks"] = self.num_heads
+            sizes["sinks"] = self.num_heads
         if self.latent is not None:
-            found["latent_norm"] = self.latent.rank
+            sizes["latent_norm"] = self.latent.rank
             if self.latent.query_rank:
-                found["query_norm"] = self.latent.query_rank
+                sizes["query_norm"] = self.latent.query_rank
         if self.experts is not None and self.experts.choice_bias:
-            found["choice_bias"] = self.experts.count
-        return found
+            sizes["choice_bias"] = self.experts.count
+        return sizes
 
     def name(self, tensor: str) -> str:
         """The name in the file of a matrix or vector."""
@@ -286,7 +292,7 @@ def check_draft_layer(layer: DraftLayer, target: ModelConfig) -> None:
 
 
 def parse_draft_layer(sidecar: Sidecar, data: bytes, manifest: Manifest) -> DraftLayer:
-    """The JSON file parsed. Raises BundleError if damaged, out of range, or made for other weights."""
+    """The parsed JSON file. Raises BundleError if damaged, out of range, or made for other weights."""
     layer = _parse(parse_sidecar(sidecar, data), manifest.config)
     if layer.sidecar is not sidecar:
         raise BundleError(f"{sidecar.manifest} has a draft layer of kind {layer.kind!r}")
@@ -332,25 +338,25 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
 
 
 def _parse_blocks(section: Section) -> dict[str, Any]:
-    """What few layers have, by field. Raises BundleError."""
-    found: dict[str, Any] = {}
+    """The optional fields. Raises BundleError."""
+    blocks: dict[str, Any] = {}
     try:
         if "latent" in section.names:
-            found["latent"] = parse_latent(section.section("latent"))
-            found["scale"] = section.number("scale", 0.0, MAX_FACTOR)
+            blocks["latent"] = parse_latent(section.section("latent"))
+            blocks["scale"] = section.number("scale", 0.0, MAX_FACTOR)
         if "window" in section.names:
-            found["window"] = section.integer("window", 1, SIZE_LIMITS["max_context"])
+            blocks["window"] = section.integer("window", 1, SIZE_LIMITS["max_context"])
         if "sinks" in section.names:
-            found["sinks"] = section.boolean("sinks")
+            blocks["sinks"] = section.boolean("sinks")
         if "value_dim" in section.names:
-            found["value_dim"] = section.integer("value_dim", 1, SIZE_LIMITS["head_dim"])
+            blocks["value_dim"] = section.integer("value_dim", 1, SIZE_LIMITS["head_dim"])
         if "out_factor" in section.names:
-            found["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
+            blocks["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
         if "experts" in section.names:
-            found["experts"] = parse_experts(section.section("experts"))
+            blocks["experts"] = parse_experts(section.section("experts"))
     except UnsupportedModelError as error:
         raise BundleError(f"{section.where}: {error}") from error
-    return found
+    return blocks
 
 
 def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:

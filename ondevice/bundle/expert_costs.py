@@ -1,7 +1,7 @@
-"""`expert_costs.json`: what fewer experts a token cost a mixture of experts, measured on text.
+"""`expert_costs.json`: the cost of fewer experts per token in a mixture of experts, measured on text.
 
-A sidecar (`sidecar.py`) without tensors, added to a finished bundle by `ondevice train expert-costs`. People
-read it, through `inspect`; no text depends on it. `weights/README.md` is the specification.
+A sidecar (`sidecar.py`) without tensors, added to a finished bundle by `ondevice train expert-costs`, and
+shown by `inspect`; no text depends on it. `weights/README.md` is the specification.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExpertCost:
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """What fewer experts cost one model, measured token by token.
+    """The costs of fewer experts in one model, measured token by token.
 
     model: `weights_digest` of the weights that they belong to. measured_tokens: length of the text.
     in_memory: experts of all layers that had room. points: the model's number first.

@@ -1,8 +1,8 @@
 """`expert_use.json` and `expert_use.safetensors`: how often tokens of a text chose each expert of a mixture.
 
-With them comes what a cache of experts hit on that text, by its size. The sidecar is added to a finished
-bundle by `ondevice train expert-use`, and can be removed again; nothing in `bundle.json` refers to it. No
-text depends on it. `weights/README.md` is the specification.
+They include hit rates of caches of experts on that text, by size. A sidecar (`sidecar.py`), added to a
+finished bundle by `ondevice train expert-use`; no text depends on it. `weights/README.md` is the
+specification.
 
 Legend: L layers with experts, E experts of a layer, k chosen for a token.
 """
@@ -39,7 +39,7 @@ MAX_TOKENS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class HitPoint:
-    """The share of lookups, `hits` from 0 to 1, that found their expert in a cache that keeps `experts`."""
+    """The share of lookups, `hits` from 0 to 1, with their expert in a cache that keeps `experts`."""
 
     experts: int
     hits: float
@@ -61,9 +61,9 @@ class ExpertUse:
     sha256: str
 
     def expected_hits(self, experts: int, total: int) -> float:
-        """The share of lookups that a cache which keeps `experts` of `total` experts should hit, from 0 to 1.
+        """The expected share of hits, from 0 to 1, in a cache that keeps `experts` of `total` experts.
 
-        Between the points, none of the experts and all of them it is interpolated in a straight line.
+        Interpolated linearly between the points, no experts and all experts.
         """
         sizes = [0, *(point.experts for point in self.points), total]
         return float(np.interp(experts, sizes, [0.0, *(point.hits for point in self.points), 1.0]))
@@ -80,7 +80,8 @@ def expert_use_text(use: ExpertUse) -> bytes:
 
 
 def parse_expert_use(data: bytes, manifest: Manifest) -> ExpertUse:
-    """`expert_use.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
+    """The parsed `expert_use.json`. Raises BundleError if damaged, out of range, or made for other
+    weights."""
     layers, experts = _shape(manifest.config)
     section = parse_sidecar(EXPERT_USE_SIDECAR, data)
     section.equal("version", EXPERT_USE_VERSION)

@@ -47,7 +47,7 @@ _NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Type (as safetensors spells it) and shape of one tensor. matrix: what it holds as tiles, or None."""
+    """Type (in safetensors' spelling) and shape of one tensor. matrix: the matrix that it holds as tiles."""
 
     dtype: SafetensorsType
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ def tiles_tensor(matrix: TiledMatrix) -> TensorSpec:
 
 
 def linear_tensors(name: str, rows: int, cols: int, stored: RowFormat) -> dict[str, TensorSpec]:
-    """Tensors of the quantised matrix `name`, (rows, cols), stored row by row, as sidecars have them."""
+    """Tensors of the quantized matrix `name`, (rows, cols), stored row by row, as in sidecars."""
     row = RowLayout(cols, *stored)
     if row.bits == 16:
         return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
@@ -110,7 +110,7 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
 
 
 def resident_matrices(config: ModelConfig, quant: QuantConfig) -> tuple[TiledMatrix, ...]:
-    """The matrices that every token meets, but for neurons: those of the resident file, and a tied head."""
+    """The matrices of every token, except neurons: those of the resident file, and a tied head."""
     specs = resident_tensors(config, quant).values()
     tied = (head_matrix(config, quant),) if config.part.heads and config.tie_embeddings else ()
     return (*(spec.matrix for spec in specs if spec.matrix is not None), *tied)
@@ -182,7 +182,7 @@ class FileLayout:
     """The properties of a file that follow from model and format: its size, its header and its CRC units.
 
     nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
-    halves: where float16 values are in every record, or in a file without records. floats: the same of
+    halves: ranges of float16 values in every record, or in a file without records. floats: likewise of
     float32 values, [start, stop).
     """
 
@@ -211,7 +211,7 @@ def tensors_layout(tensors: Mapping[str, TensorSpec], block_bytes: int = CRC_BLO
     halves, floats = [], []
     offset = len(header)
     for spec in tensors.values():
-        halves += [part.behind(offset) for part in spec.halves]
+        halves += [part.shifted(offset) for part in spec.halves]
         if spec.dtype == "F32":
             floats.append((offset, offset + spec.nbytes))
         offset += spec.nbytes
@@ -242,7 +242,7 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
 
 
 def _layer_of(name: str) -> int:
-    """The layer whose neurons, gates or experts the file `name` holds."""
+    """The layer of the file `name` of neurons, gates or experts."""
     return int(name.partition("-")[2].removesuffix(".safetensors"))
 
 

@@ -47,7 +47,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
     return data
 
 
-def read_whole(path: Path, most: int) -> bytes:
+def read_file(path: Path, most: int) -> bytes:
     """All bytes of `path`. Raises BundleError if there are more than `most`."""
     try:
         size = path.stat().st_size

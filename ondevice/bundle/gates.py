@@ -1,10 +1,10 @@
-"""Checks that the two copies of gate rows in a bundle are the same, as no text may depend on which is read.
+"""Checks that the two copies of gate rows in a bundle are equal, as no text may depend on which is read.
 
 A layer's gate rows are in its gate file, which mode `exact` loads, and in its neuron records, which `dense`
-reads. The manifest has the sha256 of the gate file, and the records' gate rows give the same bytes. So each
-mode hashes the copy that it multiplies, at its first read and without extra reads: `exact` while it loads,
-`dense` in its first pass, before the first token is out. Checksums alone aren't enough, as the maker of a
-bundle can make both copies match theirs. `predicted` is lossy, and uses the records' gates at every budget.
+reads. Each mode hashes the copy that it multiplies and compares the sha256 with the gate file's in the
+manifest, without extra reads: `exact` while it loads, `dense` in its first pass, before the first token is
+out. CRCs aren't enough, as a bundle's author can make both copies match theirs. `predicted` is lossy, and
+uses the records' gates at every budget.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class GateDigest:
         self._sha256.update(file_layout(self._name, bundle.config, bundle.quant).header)
         self._rows = 0
         self._early: dict[int, NDArray[np.uint8]] = {}
-        """Records that arrived before their predecessors, by the id of the first."""
+        """Records that arrived before their predecessors, by the first one's id."""
         self._matches = False
         self._lock = threading.Lock()
 
     @property
     def rows(self) -> int:
-        """Number of rows hashed so far; they are the layer's first ones."""
+        """Number of the layer's leading rows that have been hashed."""
         return self._rows
 
     def take(self, first: int, records: NDArray[np.uint8]) -> None:
         """Hash records (n, stride) from id `first` on, of either kind of file; each begins with its gate row.
 
-        Rows hashed before are skipped. Records that arrive early are kept until their turn. So the caller
-        must not overwrite them, and must pass the records before them later. Raises BundleError if the layer
-        is complete, after these records or before, and its gate rows don't match the sha256.
+        Hashed rows are skipped. Records that arrive early are kept, so the caller must not overwrite them,
+        and must pass the records before them later. Raises BundleError once the layer is complete and its
+        gate rows don't match the sha256.
         """
         if self._matches:
             return
@@ -61,9 +61,9 @@ class GateDigest:
             seen = self._rows - first
             if seen < len(records):
                 self._early[max(first, self._rows)] = records[max(0, seen) :]
-            while (turn := self._early.pop(self._rows, None)) is not None:
-                self._hash(turn)
-                self._rows += len(turn)
+            while (ready := self._early.pop(self._rows, None)) is not None:
+                self._hash(ready)
+                self._rows += len(ready)
             if self._rows == self._num_rows:
                 self._compare()
 

@@ -1,8 +1,8 @@
 """`hotness.json` and `hotness.safetensors`: how often every neuron fires, counted on text.
 
-The sidecar is added to a finished bundle by `ondevice train predictors`, and can be removed again; nothing in
-`bundle.json` refers to it. It tells the neuron cache which neurons are likely to fire. It never decides which
-are multiplied, so no text depends on it. `weights/README.md` is the specification.
+A sidecar (`sidecar.py`), added to a finished bundle by `ondevice train predictors`. It tells the neuron cache
+which neurons are likely to fire, and never which are multiplied, so no text depends on it.
+`weights/README.md` is the specification.
 
 Legend: L layers, F neurons of a layer.
 """
@@ -52,7 +52,7 @@ class Hotness:
 def hotness_layout(config: ModelConfig) -> FileLayout:
     """Size and header of `hotness.safetensors`: one tensor, `frequency`, F16 (L, F).
 
-    Where layers have different numbers of neurons it is (N,), one layer's after the other's.
+    If layers have different numbers of neurons it is (N,), layer after layer.
     """
     equal = len(set(config.widths)) == 1
     shape = (config.num_layers, config.widest) if equal else (config.num_neurons,)

@@ -7,10 +7,10 @@ Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 32 or 64 alon
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
+from collections import Counter
+from functools import cached_property, lru_cache
 
 from ondevice.bundle.matrix_layout import TILE_ROWS, HalfRange, RowLayout, TiledMatrix, padded
-from ondevice.bundle.slice_sizes import SLICE_UNIT, slice_units
 from ondevice.config import GROUP_SIZE, SUPER_SIZE, QuantConfig, RowFormat
 from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
@@ -25,10 +25,16 @@ CRC_BLOCK_BYTES = 1 << 20
 """Bytes that one CRC32C covers in files without records."""
 RESIDENT_BLOCK_BYTES = 16 << 10
 """The same in the resident file, whose matrices may be read one by one in every pass."""
+SLICE_BYTES = 2 << 20
+"""Target size of a slice: from 1 MiB on, flash is at its full rate."""
+SLICE_UNIT = 256
+"""Neurons whose multiples slices have: the columns of every format's scales divide them."""
+SLICES_PER_LAYER = 8
+"""Slices of a small layer, so that a budget can hold some of them."""
 
 MANIFEST = "bundle.json"
 PARTIAL = ".partial"
-"""What the name of a bundle's folder ends with until it is whole."""
+"""Suffix of the name of a bundle's folder until it is complete."""
 RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 PER_LAYER = "per_layer_embedding.safetensors"
@@ -41,7 +47,7 @@ TOKENIZER_FILES = {
 CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
 POSITIONS = "positions"
-"""The resident tensor of learned positions, a row for each."""
+"""The resident tensor of learned positions, one row each."""
 
 
 def neuron_file_name(layer: int) -> str:
@@ -55,12 +61,12 @@ def gate_file_name(layer: int) -> str:
 
 
 def expert_file_name(layer: int) -> str:
-    """Name of the file that holds the experts of `layer`, where they are stored as matrices."""
+    """Name of the file that holds the experts of `layer`, if they are stored as matrices."""
     return f"experts-{layer:05d}.safetensors"
 
 
 def gate_bias_name(layer: int) -> str:
-    """The resident tensor of biases of `layer`'s gates, which has the neurons' order."""
+    """The resident tensor of biases of `layer`'s gates, in the neurons' order."""
     return f"layers.{layer}.feed_forward.gate.bias"
 
 
@@ -157,7 +163,7 @@ class RecordLayout(PartLayout):
     def halves(self) -> tuple[HalfRange, ...]:
         """The bytes of a record that hold float16 values."""
         rows = zip(self.row_offsets, self.rows, strict=True)
-        return tuple(row.halves.behind(offset) for offset, row in rows)
+        return tuple(row.halves.shifted(offset) for offset, row in rows)
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class TileLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """A tile is some pages long, so it needn't begin where one does."""
+        """Alignment in bytes: a tile is some pages long, so it needn't begin on one."""
         return 64
 
     @cached_property
@@ -188,7 +194,7 @@ class TileLayout(PartLayout):
 
 @dataclass(frozen=True)
 class ExpertLayout(PartLayout):
-    """The record of an expert, or of a slice whose planes are joined: a part for each matrix.
+    """The record of an expert, or of a slice with joined planes: one part per matrix.
 
     matrices: gate (F, D), up (F, D) if there is one, down (D, F), for the F neurons of an expert or a slice.
     """
@@ -206,14 +212,14 @@ class ExpertLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """A page: a record that is read past the page cache lies in a slot from its start on."""
+        """A page: a record is read past the page cache to the start of a slot."""
         return DATA_OFFSET
 
     @cached_property
     def halves(self) -> tuple[HalfRange, ...]:
         """The bytes of a record that hold float16 values."""
         parts = zip(self.part_offsets, self.matrices, strict=True)
-        return tuple(matrix.halves.behind(offset) for offset, matrix in parts)
+        return tuple(matrix.halves.shifted(offset) for offset, matrix in parts)
 
     @cached_property
     def floats(self) -> tuple[tuple[int, int], ...]:
@@ -235,9 +241,9 @@ class ExpertLayout(PartLayout):
 class SliceLayout(PartLayout):
     """The record of a slice of a dense feed-forward: the high plane of its matrices, then their low plane.
 
-    Where no matrix has divided codes, it has one part, which holds them whole.
+    If no matrix has divided codes, the record has one part.
 
-    tiles: the record of tiles that both planes make together, which is what is multiplied.
+    tiles: the record of joined tiles, which are multiplied.
     """
 
     tiles: ExpertLayout
@@ -248,7 +254,7 @@ class SliceLayout(PartLayout):
 
     @cached_property
     def _planes(self) -> tuple[list[tuple[int, int]], ...]:
-        """Where each matrix begins and ends in the high plane, and in the low one, from the plane's start."""
+        """[start, stop) of each matrix in the high plane, and in the low one, from the plane's start."""
         high, low = list[tuple[int, int]](), list[tuple[int, int]]()
         for matrix in self.tiles.matrices:
             for plane, tile_bytes in ((high, matrix.high_tile_bytes), (low, matrix.low_tile_bytes)):
@@ -258,7 +264,7 @@ class SliceLayout(PartLayout):
 
     @cached_property
     def places(self) -> tuple[tuple[int, int | None], ...]:
-        """Each matrix's first byte in the high plane, and in the low one, or None if it has none."""
+        """Each matrix's first byte in the high plane, and in the low one; None if it isn't divided."""
         high, *low = self._planes
         lower = [start if start < stop else None for start, stop in low[0]] if low else [None] * len(high)
         return tuple((start, below) for (start, _), below in zip(high, lower, strict=True))
@@ -270,7 +276,7 @@ class SliceLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """A page, as of experts: either plane is read past the page cache to where it is multiplied."""
+        """A page, as of experts: planes are read past the page cache to where they are multiplied."""
         return DATA_OFFSET
 
     @property
@@ -280,12 +286,12 @@ class SliceLayout(PartLayout):
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of the low plane, its padding included; 0 where there is none."""
+        """Bytes of the low plane, its padding included; 0 without one."""
         return self.stride - self.high_bytes
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes in memory of a slice whose high plane alone is there; 0 where there is no low one."""
+        """Bytes in memory of a slice with only its high plane; 0 without a low one."""
         return self.high_bytes if self.low_bytes else 0
 
     @cached_property
@@ -302,14 +308,13 @@ class SliceLayout(PartLayout):
     def halves(self) -> tuple[HalfRange, ...]:
         """The bytes of a record that hold float16 values."""
         matrices = zip(self.places, self.tiles.matrices, strict=True)
-        return tuple(matrix.high_halves.behind(high) for (high, _), matrix in matrices)
+        return tuple(matrix.high_halves.shifted(high) for (high, _), matrix in matrices)
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> RecordLayout | SliceLayout:
-    """Record of one feed-forward neuron, or of a slice of neighbouring ones where `config.is_sliced`.
+    """Record of one feed-forward neuron, or of a slice of neighbouring ones if `config.is_sliced`.
 
-    A neuron has two parts: [gate row] and [up row | down column], all D long. One of an ungated feed-forward
-    has no up row.
+    A neuron has two parts: [gate row] and [up row | down column], all D long. Ungated ones have no up row.
     """
     if config.is_sliced:
         return slice_layout(config, quant, layer)
@@ -329,7 +334,7 @@ def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> SliceLa
 
 
 def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> SliceLayout:
-    """Record of a slice of so many neurons. gate: format of gates and ups."""
+    """Record of a slice of `neurons` neurons. gate: format of gates and ups."""
     by_rows = TiledMatrix(neurons, RowLayout(config.hidden_size, *gate))
     by_columns = TiledMatrix(config.hidden_size, RowLayout(neurons, *down))
     return SliceLayout(ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns)))
@@ -349,8 +354,25 @@ def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
     return slice_units(units, unit * by_rows + by_columns) * unit
 
 
+@lru_cache
+def slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
+    """Units of neurons in a slice: near SLICE_BYTES, with as little padding over all layers as can be.
+
+    units: of each layer's neurons, at least one. unit_bytes: bytes of a slice of one unit.
+    """
+    aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
+    layers = Counter(units)
+
+    def cost(size: int) -> tuple[int, int, int]:
+        """Units with their padding, then the distance from the aim."""
+        stored = sum(-(-count // size) * size * times for count, times in layers.items())
+        return stored, abs(size - aim), size
+
+    return min(range(max(1, aim // 2), 2 * aim + 1), key=cost)
+
+
 def slice_unit(config: ModelConfig) -> int:
-    """Neurons that every slice has a multiple of: 256 if those of all layers are, else 64."""
+    """Number that divides every slice's neurons: 256 if it divides those of all layers, else 64."""
     return SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in config.model_widths) else GROUP_SIZE
 
 
@@ -384,12 +406,12 @@ def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayou
 
 
 def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | SliceLayout:
-    """The record of the layer whose records have most bytes."""
+    """The largest record of all layers."""
     return max(neuron_layouts(config, quant), key=lambda layout: layout.stride)
 
 
 def largest_expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
-    """The record of an expert of the layer whose experts have most bytes; None as in `expert_layout`."""
+    """The largest record of an expert of all layers; None as in `expert_layout`."""
     layouts = (expert_layout(config, quant, layer) for layer in range(config.num_layers))
     return max(filter(None, layouts), key=lambda layout: layout.stride, default=None)
 
@@ -403,7 +425,7 @@ def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one neuron's gate row alone."""
+    """Record of one neuron's gate row."""
     return RecordLayout(((RowLayout(config.hidden_size, *quant.of("feed_forward")),),))
 
 
@@ -418,7 +440,7 @@ def embedding_tiles(config: ModelConfig) -> int:
 
 
 def projection_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> dict[str, TiledMatrix]:
-    """The matrices of a layer's fused projection, by their parts: `ModelConfig.projection_sizes`."""
+    """The matrices of a layer's fused projection, by the parts of `ModelConfig.projection_sizes`."""
     sizes = config.projection_sizes(config.layers[layer])
     return {
         part: TiledMatrix(rows, RowLayout(config.hidden_size, *quant.of("qkv", layer, part)))
@@ -427,17 +449,17 @@ def projection_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> 
 
 
 def out_matrix(config: ModelConfig, quant: QuantConfig, layer: int) -> TiledMatrix:
-    """The matrix that makes a layer's output of what attention gives."""
+    """The output projection of a layer's attention."""
     cols = config.out_cols(config.layers[layer])
     return TiledMatrix(config.hidden_size, RowLayout(cols, *quant.of("out", layer)))
 
 
 def head_matrix(config: ModelConfig, quant: QuantConfig) -> TiledMatrix:
-    """The output head; of tied embeddings the embedding's tiles."""
+    """The output head; with tied embeddings, the embedding's tiles."""
     stored = quant.head(config.tie_embeddings)
     return TiledMatrix(config.vocab_size, RowLayout(config.embedding_size, *stored))
 
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one token: its row of per-layer inputs, of all layers side by side."""
+    """Record of one token: its per-layer inputs of all layers, in one row."""
     return RecordLayout(((RowLayout(config.per_layer_size, *quant.plain),),))

@@ -34,14 +34,10 @@ from ondevice.bundle.layout import (
     per_layer_layout,
 )
 from ondevice.bundle.model_section import model_section, parse_model
-from ondevice.bundle.quantisation_section import parse_quantisation, quantisation_section
+from ondevice.bundle.quantization_section import parse_quantization, quantization_section
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
-from ondevice.config import (
-    QuantConfig,
-    SamplingConfig,
-    Scales,
-)
+from ondevice.config import QuantConfig, SamplingConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.hashing import sha256_hex
 from ondevice.model_config import FULL_MODEL, ModelConfig
@@ -53,9 +49,7 @@ MAX_FILE_BYTES = 1 << 48
 MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZER_BYTES.items()} | {
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
-"""Largest size in bytes of each file that is read whole, by name: as much as the runtime accepts."""
-_BIASES: dict[str, Scales] = {"stored": "affine", "implied": "symmetric", "none": "mxfp4"}
-"""Scales that a manifest names by what biases they have."""
+"""Largest size in bytes of each file that is read at once, by name: as much as the runtime accepts."""
 _MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
@@ -71,7 +65,7 @@ TokenizerKind = Literal["sentencepiece", "tokenizers", "byte_pairs"]
 class TokenizerInfo:
     """The tokenizer files of a bundle, and the token ids that begin and end a text.
 
-    kind: None if the checkpoint had no tokenizer; the model then takes and gives token ids.
+    kind: None if the checkpoint has no tokenizer; the model then takes and returns token ids.
     """
 
     kind: TokenizerKind | None = None
@@ -81,7 +75,7 @@ class TokenizerInfo:
     chat_template: str | None = None
     """`chat_template.jinja`, or None."""
     infill: InfillTokens | None = None
-    """Marks of fill-in-the-middle where the source names them by their ids; None: their names tell them."""
+    """Marks of fill-in-the-middle, if the source names them by their ids; None: they are found by name."""
 
     @property
     def file(self) -> str | None:
@@ -94,12 +88,11 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of the weights, and the error of quantising them. Nothing here depends on time or machine.
+    """The origin of the weights, and the error of quantizing them. Nothing here depends on time or machine.
 
     quantisation_error: relative root-mean-square error by kind of tensor.
-    fingerprint: names the source and the options that decide the bytes; the writer fills it in.
-    ordered_tokens: length of the text that decided the neurons' order in their files; None if the order is
-        the checkpoint's.
+    fingerprint: identifies the source and the options that decide the bytes; set by the writer.
+    ordered_tokens: length of the text by which the neurons are ordered; None for the checkpoint's order.
     """
 
     source: str
@@ -140,7 +133,7 @@ class Manifest:
     provenance: Provenance
     files: Mapping[str, FileEntry]
     part_of: str | None = None
-    """`model_digest` of the whole model, in a bundle that is a slice of one."""
+    """`model_digest` of the complete model, in a slice of one."""
 
 
 GENERATION_RANGES: dict[str, tuple[float, float]] = {
@@ -172,7 +165,7 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """`bundle.json` parsed.
+    """The parsed `bundle.json`.
 
     Raises BundleError if it is damaged or out of range, UnsupportedModelError for another version or for an
     option that this release doesn't know.
@@ -191,7 +184,7 @@ def parse_manifest(data: bytes) -> Manifest:
             "--force` again on the model's checkpoint"
         )
     config = parse_model(root.section("model"))
-    quant = parse_quantisation(root.section("quantisation"), config)
+    quant = parse_quantization(root.section("quantisation"), config)
     _check_records(root, "neurons", _neurons_json(config, neuron_layouts(config, quant)), config)
     root.equal("embedding", _embedding_json(config, quant))
     _check_records(root, "gates", _gates_json(config, quant), config)
@@ -209,7 +202,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
-    """The parts of the manifest from which every size follows."""
+    """The parts of the manifest that determine every size."""
     per_layer = {}
     if config.has_inputs_table:
         per_layer["per_layer"] = _layout_json(config.vocab_size, per_layer_layout(config, quant))
@@ -219,7 +212,7 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "model": model_section(config),
-        "quantisation": quantisation_section(quant),
+        "quantisation": quantization_section(quant),
         "neurons": _neurons_json(config, neuron_layouts(config, quant)),
         "embedding": _embedding_json(config, quant),
         "gates": _gates_json(config, quant),
@@ -255,7 +248,7 @@ def _neurons_json(config: ModelConfig, layouts: Sequence[PartLayout]) -> dict[st
 
 
 def _check_records(root: Section, key: str, expected: dict[str, Any] | None, config: ModelConfig) -> None:
-    """Checks the records of neurons or gates. Its error has a remedy: older converters made others."""
+    """Checks the records of neurons or gates. Its error has a remedy, as older converters made others."""
     try:
         root.equal(key, expected)
     except BundleError as error:
@@ -311,7 +304,7 @@ def _layout_json(num_records: int, layout: PartLayout) -> dict[str, Any]:
 
 
 def _records_json(counts: Sequence[int], layouts: Sequence[PartLayout]) -> dict[str, Any]:
-    """Records of several layers: what differs between layers is a list, layer by layer."""
+    """Records of several layers: values that differ between layers are lists."""
     layers = [_layout_json(count, layout) for count, layout in zip(counts, layouts, strict=True)]
     equal = {key: value for key, value in layers[0].items() if all(it[key] == value for it in layers)}
     return {key: equal.get(key, [it[key] for it in layers]) for key in layers[0]}
@@ -382,7 +375,7 @@ def _parse_provenance(section: Section) -> Provenance:
         quantisation_error=_parse_errors(section.section("quantisation_error")),
         notes=section.texts("notes", 64, 1024),
         fingerprint=None if fingerprint is None else section.text("fingerprint", 128),
-        # The only key that may be missing, as some bundles are older than it.
+        # The key may be missing, as some bundles are older than it.
         ordered_tokens=section.integer("ordered_tokens", 1, _MAX_TEXT_TOKENS)
         if "ordered_tokens" in section.names
         else None,
@@ -420,10 +413,10 @@ def _parse_file(section: Section) -> FileEntry:
 
 
 def _hash(section: Section, name: str) -> str:
-    found = section.text(name, 64)
-    if not _SHA256.fullmatch(found):
-        raise BundleError(f"{section.where}.{name} is {found!a}; it must be 64 lower-case hex digits")
-    return found
+    digest = section.text(name, 64)
+    if not _SHA256.fullmatch(digest):
+        raise BundleError(f"{section.where}.{name} is {digest!a}; it must be 64 lower-case hex digits")
+    return digest
 
 
 def _parse_crc(section: Section) -> CrcRange:

@@ -14,7 +14,7 @@ from ondevice.config import GROUP_SIZE, SUPER_SIZE, CodeBits, GroupSize, RowForm
 from ondevice.records import dataclass
 
 TILE_ROWS = 16
-"""Rows of a matrix that lie interleaved, where it is stored as the kernels multiply it."""
+"""Interleaved rows of a matrix that is stored as the kernels multiply it."""
 
 
 def padded(n: int, multiple: int) -> int:
@@ -23,8 +23,9 @@ def padded(n: int, multiple: int) -> int:
 
 
 class HalfRange(NamedTuple):
-    """Bytes [start, stop) that hold float16 values, and `times` - 1 ranges more, each `step` bytes behind the
-    one before it. mxfp4: they are scales of MXFP4 instead, a byte each.
+    """`times` ranges of bytes that hold float16 values: [start, stop), then each `step` bytes further on.
+
+    mxfp4: they hold scales of MXFP4 instead, a byte each.
     """
 
     start: int
@@ -33,7 +34,7 @@ class HalfRange(NamedTuple):
     times: int = 1
     mxfp4: bool = False
 
-    def behind(self, offset: int) -> HalfRange:
+    def shifted(self, offset: int) -> HalfRange:
         """The ranges `offset` bytes further on."""
         return self._replace(start=self.start + offset, stop=self.stop + offset)
 
@@ -89,7 +90,7 @@ class RowLayout:
 
     @property
     def biases_bytes(self) -> int:
-        """Bytes of the float16 biases; 0 where none are stored."""
+        """Bytes of the float16 biases; 0 if none are stored."""
         return self.scales_bytes if self.stored.has_biases else 0
 
     @cached_property
@@ -106,9 +107,8 @@ class RowLayout:
 class TiledMatrix:
     """A matrix as the kernels multiply it: a tensor, or one part of an expert's record.
 
-    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: one of its rows, as
-    it is stored elsewhere. has_bias: whether its products have a bias, a float32 for each row; records alone
-    have them.
+    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: a row of it outside
+    tiles. has_bias: whether its products have biases, a float32 for each row; only records have them.
     """
 
     rows: int
@@ -129,24 +129,24 @@ class TiledMatrix:
 
     @property
     def block_cols(self) -> int:
-        """Columns whose codes and scales lie together: 64, or 256 with two levels of scales."""
+        """Columns of a block of codes and scales: 64, or 256 with two levels of scales."""
         return SUPER_SIZE if self.row.stored.two_levels else GROUP_SIZE
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of 16 rows of `block_cols` columns: their codes, scales and biases. At 16 bits, of a tile."""
+        """Bytes of a block of 16 rows: codes, scales and biases. At 16 bits, of a tile."""
         if self.row.bits == 16:
             return self.tile_bytes
         return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
 
     @property
     def low_tile_bytes(self) -> int:
-        """Bytes of a tile's low plane; 0 where codes aren't divided."""
+        """Bytes of a tile's low plane; 0 if codes aren't divided."""
         return TILE_ROWS * self.row.padded_cols * self.row.stored.low_bits // 8
 
     @property
     def high_tile_bytes(self) -> int:
-        """Bytes of a tile's high plane: of the whole tile, where codes aren't divided."""
+        """Bytes of a tile's high plane, or of the tile if codes aren't divided."""
         return self.tile_bytes - self.low_tile_bytes
 
     @property
@@ -162,7 +162,7 @@ class TiledMatrix:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """What a block consists of, in order: (n, width) is n times 16 units of `width` bytes, a row's each.
+        """The runs of a block, in order: (n, width) is n times 16 units of `width` bytes, one per row.
 
         At 16 bits a tile is one block.
         """

@@ -1,7 +1,7 @@
-"""The matrices of every token in units, of a layer or of a run of the head's rows.
+"""The matrices of every token in units: one per layer, then runs of the head's rows.
 
-A unit is in memory, or comes from flash when a pass needs it. Routers, vectors, and what a model has once
-beside its layers and head are in none.
+A unit is in memory, or comes from flash when a pass needs it. Routers, vectors, and weights outside layers
+and head are in no unit.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from ondevice.config import QuantConfig
 from ondevice.model_config import ModelConfig
 
 HEAD_UNITS = 12
-"""Most units of the output head: each is a product of its own, which costs a pass 27 microseconds."""
+"""Most units of the output head: each is a separate product, which costs a pass 27 microseconds."""
 HEAD_UNIT_BYTES = 4 << 20
-"""Bytes of such a unit at least. SmolLM2's head of 28 MB in 24 units made its passes a tenth slower."""
+"""Least bytes of such a unit. With SmolLM2's head of 28 MB in 24 units, passes are a tenth slower."""
 DRAFT_HEAD_SHARE = 3
-"""One unit of so many is in the draft head, whose tokens drafts are chosen from: the first ones. Vocabularies
-are in the order in which merges were learnt, frequent ones first: of English and code a third of Qwen's has
-96 to 98 tokens of 100 (a quarter 93 to 98, a sixth 89 to 97)."""
+"""Divisor of the head's units that gives the draft head, from whose tokens drafts are chosen: the first
+units.
+
+Vocabularies are in the order of learnt merges, frequent ones first: the first third of Qwen's has 96 to 98 %
+of the tokens of English and code (a quarter 93 to 98, a sixth 89 to 97)."""
 ROUTER = "router"
-"""Name of the matrix that stays in memory: experts are prefetched by it before their layer's turn."""
+"""Name of a matrix that stays in memory, as experts are prefetched by it."""
 
 
 class HeadRows(NamedTuple):
-    """A unit of the head: `matrix` has its rows from `first` on, a multiple of 16."""
+    """A unit of the head: `matrix` has the head's rows from `first` on, a multiple of 16."""
 
     first: int
     matrix: TiledMatrix
 
 
 def layer_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> dict[str, tuple[TiledMatrix, ...]]:
-    """The matrices of a layer's unit by field of `LayerWeights`, where their rows follow each other."""
+    """The matrices of a layer's unit by field of `LayerWeights`, which may have several, one below the
+    other."""
     units = {
         "qkv": tuple(projection_matrices(config, quant, layer).values()),
         "out": (out_matrix(config, quant, layer),),
@@ -63,7 +66,7 @@ def head_rows(config: ModelConfig, quant: QuantConfig) -> tuple[HeadRows, ...]:
 
 
 def draft_head_units(units: int) -> int:
-    """Units of a head of so many whose rows drafts are chosen from: the first ones."""
+    """Units of the draft head, of a head of `units` units."""
     return -(-units // DRAFT_HEAD_SHARE)
 
 

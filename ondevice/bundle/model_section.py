@@ -1,4 +1,4 @@
-"""The section `model` of `bundle.json`: what a `ModelConfig` says, field by field."""
+"""The section `model` of `bundle.json`: a `ModelConfig`, field by field."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ SIZES = (
 )
 """The fields of ModelConfig that are sizes."""
 FLAGS = {"learned_positions": False, "head_bias": False, "final_norm": True}
-"""The flags that are absent where they have these values."""
+"""Flags, with the values that are left out."""
 COUNTS = {"embedding_width": 0, "per_layer_width": 0, "residual_copies": 1}
-"""The numbers of blocks that few models have, absent where they have these values."""
+"""Numbers of blocks that few models have, with the values that are left out."""
 FACTORS = {"per_layer_multiplier": 1.0}
-"""Likewise of factors."""
+"""Factors, with the values that are left out."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
-"""Values of a feed-forward's keys where they are absent; the activation never is."""
+"""Values of a feed-forward's keys that are left out, except the activation."""
 _PLAIN_ROPE = {"long_frequencies": [], "original_context": 0}
 _PLAIN_LAYER = {
     "laurel_rank": 0,
@@ -103,7 +103,7 @@ _PLAIN_ATTENTION = {
     "out_factor": 1.0,
     "value_dim": 0,
 }
-"""Likewise of a rope's, a layer's, its mixer's, its experts' and its attention's."""
+"""Likewise of a rope, a layer, its mixer, its experts, a part and its attention."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
 
 
 def parse_model(section: Section) -> ModelConfig:
-    """The config of a section. Raises BundleError or UnsupportedModelError for what it may not hold."""
+    """The config of a section. Raises BundleError or UnsupportedModelError for invalid values."""
     sizes: dict[str, Any] = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
     flags: dict[str, Any] = {name: section.boolean(name) for name in FLAGS if name in section.names}
     flags |= {name: section.integer(name, 0, _MAX_TOKENS) for name in COUNTS if name in section.names}
@@ -222,7 +222,7 @@ def _parse_layer(section: Section) -> LayerSpec:
 
 
 def parse_experts(section: Section) -> ExpertsSpec:
-    """A layer's experts. Raises BundleError or UnsupportedModelError for what they can't be."""
+    """A layer's experts. Raises BundleError or UnsupportedModelError for invalid values."""
     given: dict[str, Any] = {}
     for name in ("choice_bias", "router_bias", "shared_gate", "apart", "bias"):
         if name in section.names:
@@ -323,7 +323,7 @@ def _parse_attention(section: Section) -> AttentionSpec:
 
 
 def parse_latent(section: Section) -> LatentSpec:
-    """Latent attention. Raises BundleError or UnsupportedModelError for what it can't be."""
+    """Latent attention. Raises BundleError or UnsupportedModelError for invalid values."""
     latent = LatentSpec(
         rank=section.integer("rank", 1, SIZE_LIMITS["head_dim"]),
         turning=section.integer("turning", 1, SIZE_LIMITS["head_dim"]),
@@ -355,18 +355,18 @@ def _parse_feed_forward(section: Section) -> FeedForwardSpec:
 
 
 def drop_plain_experts(section: dict[str, Any]) -> None:
-    """Leave out of a section of experts what has the value that its absence means."""
+    """Delete the keys of a section of experts that have default values."""
     _drop(section, _PLAIN_EXPERTS)
 
 
 def _drop(part: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Leave out what has the value that its absence means."""
+    """Delete the keys of `part` that have the values of `plain`."""
     for name in [name for name, value in plain.items() if part[name] == value]:
         del part[name]
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON gives it back: tuples as lists."""
+    """`value` as JSON returns it: with lists for tuples."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,8 @@
-"""`ngrams.json` and `ngrams.safetensors`: what follows each short run of tokens in a text, to draft from.
+"""`ngrams.json` and `ngrams.safetensors`: a datastore of a text's short runs of tokens, to draft from.
 
-The sidecar is added to a finished bundle by `ondevice train ngrams`, and can be removed again; nothing in
-`bundle.json` refers to it. No text depends on it. It belongs to a tokenizer, not to weights: bundles of one
-model at several widths may share it. `weights/README.md` is the specification.
+A sidecar (`sidecar.py`), added to a finished bundle by `ondevice train ngrams`; no text depends on it. It
+belongs to a tokenizer, not to weights: bundles of one model at several widths may share it.
+`weights/README.md` is the specification.
 
 Legend: N pages of windows, F pages of frequent contexts, M = MAX_CONTEXT, W = WINDOW.
 """
@@ -35,15 +35,15 @@ NGRAMS_SIDECAR = Sidecar(
 )
 NGRAMS_VERSION = 1
 WINDOW = 11
-"""Tokens of a row: a context and what followed it."""
+"""Tokens of a row: a context and its continuation."""
 MAX_CONTEXT = 3
 """Tokens of the longest context. A fourth adds nothing to tokens per forward pass (docs/lab/README.md)."""
 PAGE_BYTES = 16384
-"""Bytes of a page, which is read as a whole and has one CRC32C."""
+"""Bytes of a page, which is read at once and has one CRC32C."""
 PAGE_ROWS = PAGE_BYTES // (4 * (WINDOW + 1))
 """Rows of a page: W tokens and a count each."""
 NO_TOKEN = (1 << 32) - 1
-"""Fills a row behind its last token. It sorts behind every token."""
+"""Fills a row after its last token. It is larger than every token."""
 MAX_PAGES = 1 << 16
 MAX_TOKENS = (1 << 32) - 1
 
@@ -54,8 +54,8 @@ Words = NDArray[np.uint32]
 class Ngrams:
     """The content of `ngrams.json`, checksums aside.
 
-    tokenizer: `tokenizer_digest` of the bundle that it belongs to. tokens: length of the text. pages: with
-    the text's windows. frequent: contexts with a page of their own. sha256: of `ngrams.safetensors`.
+    tokenizer: `tokenizer_digest` of the bundle that it belongs to. tokens: length of the text. pages: number
+    of pages of the text's windows. frequent: contexts with a separate page. sha256: of `ngrams.safetensors`.
     """
 
     tokenizer: str
@@ -102,7 +102,7 @@ def ngrams_text(ngrams: Ngrams, crcs: tuple[int, ...]) -> bytes:
 
 
 def parse_ngrams(data: bytes, manifest: Manifest) -> tuple[Ngrams, tuple[int, ...]]:
-    """`ngrams.json` parsed, and the file's checksums.
+    """The parsed `ngrams.json`, and the file's checksums.
 
     Raises BundleError if damaged, out of range, or made with another tokenizer.
     """

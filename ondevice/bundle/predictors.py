@@ -1,4 +1,4 @@
-"""`predictors.json` and `predictors.safetensors`: small low-rank predictors of which neurons will fire.
+"""`predictors.json` and `predictors.safetensors`: small low-rank predictors of neurons that will fire.
 
 A sidecar (`sidecar.py`), added to a finished bundle by `ondevice train predictors`. `weights/README.md` is
 the specification.
@@ -46,7 +46,7 @@ PREDICTORS_SIDECAR = Sidecar(
 class OperatingPoint:
     """Settings for one recall target, and their effect on text that neither trained nor set thresholds.
 
-    recall: requested share of the firing neurons that is found.
+    recall: requested share of the firing neurons that is selected.
     offsets: one per layer, added to every score of the layer.
     false_negatives: share of the firing neurons that is missed, per layer.
     false_positives: share of the neurons that don't fire that is selected, per layer.
@@ -70,7 +70,7 @@ class Predictors:
 
     model: `weights_digest` of the weights that they belong to. trained_tokens, measured_tokens: lengths of
     the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
-    the tensors. part_of: in a slice, `parts.sidecar_digest` of the whole model's.
+    the tensors. part_of: in a slice, `parts.sidecar_digest` of the complete model's.
     """
 
     model: str
@@ -124,7 +124,8 @@ def predictors_text(predictors: Predictors) -> bytes:
 
 
 def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
-    """`predictors.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
+    """The parsed `predictors.json`. Raises BundleError if damaged, out of range, or made for other
+    weights."""
     predictors = _parse(parse_sidecar(PREDICTORS_SIDECAR, data), manifest.config)
     layout = predictors_layout(manifest.config, predictors)
     check_sidecar(PREDICTORS_SIDECAR, manifest, predictors.model, layout, predictors.crcs)

@@ -1,4 +1,4 @@
-"""Opens a bundle, and checks everything but its weights, which are not read.
+"""Opens a bundle, and checks everything except its weights, which are not read.
 
 Every size is computed from the manifest's model, and compared with the manifest and the disk, before anything
 is allocated for it. The flash layer reads weights and checks their checksums; `verify` reads all of them.
@@ -42,7 +42,7 @@ from ondevice.bundle.file_layouts import (
     resident_tensors,
     tensors_layout,
 )
-from ondevice.bundle.files import contained, read_range, read_whole
+from ondevice.bundle.files import contained, read_file, read_range
 from ondevice.bundle.hotness import (
     HOTNESS,
     HOTNESS_SIDECAR,
@@ -100,13 +100,12 @@ from ondevice.model_config import ModelConfig, part_config
 from ondevice.records import dataclass
 
 MAX_CHECKSUM_BYTES = 1 << 28
-"""Largest checksum table: 64 million record parts, some 300 GB of weights."""
-
+"""Largest checksum table: 64 million record parts, about 300 GB of weights."""
 PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
-Added = TypeVar(
-    "Added",
+Content = TypeVar(
+    "Content",
     Predictors,
     MultiStreams,
     Hotness,
@@ -121,11 +120,11 @@ Added = TypeVar(
 class CheckedFile:
     """A file, and the CRC32C table that its reads are checked against.
 
-    nbytes: size of the whole file.
+    nbytes: size of the file.
     crc_start: first byte that a CRC covers.
     crc_units: sizes in bytes of the units that cover the rest, repeating; the file's last unit may be short.
     crcs: (units,) uint32, the CRC32C of each unit.
-    halves: where float16 values are, which must be finite. They repeat every `halves_period` bytes from
+    halves: ranges of float16 values, which must be finite. They repeat every `halves_period` bytes from
         `crc_start` on; if that is 0, they count once, from the start of the file.
     """
 
@@ -145,8 +144,8 @@ class CheckedFile:
 
 
 @dataclass(frozen=True, eq=False)
-class AddedFile:
-    """A sidecar's file of tensors, with all that it can be checked against."""
+class SidecarFile:
+    """A sidecar's file of tensors, with its layout and sha256."""
 
     sidecar: Sidecar
     file: CheckedFile
@@ -189,28 +188,30 @@ class Bundle:
         self._spans = tensor_spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._crcs = self._read_checksums()
         self._files: dict[str, CheckedFile] = {}
-        self._whole: Bundle | None = None
-        self.added: dict[str, AddedFile] = {}
+        self._sliced_from: Bundle | None = None
+        """The bundle that this one is a slice of."""
+        self.sidecar_files: dict[str, SidecarFile] = {}
         """Files of sidecars' tensors, which `bundle.json` doesn't list, by name."""
         self.damaged: dict[str, BundleError] = {}
         """The errors of damaged sidecars, hotness included, by key. Damaged sidecars count as absent."""
         self.incomplete: BundleError | None = None
-        """Why the bundle's model can't be used, if so: its damaged streams may be part of the model."""
-        self.predictors = self._addition(PREDICTORS_SIDECAR, self._read_predictors)
+        """Set if the model can't be used: its damaged streams may be part of the model."""
+        self.predictors = self._sidecar_content(PREDICTORS_SIDECAR, self._read_predictors)
         """Predictors of which neurons will fire; None if the bundle has none."""
-        self.streams = self._addition(STREAMS_SIDECAR, self._read_streams)
+        self.streams = self._sidecar_content(STREAMS_SIDECAR, self._read_streams)
         """Adapters that draft the tokens after the next one; None if the bundle has none."""
-        self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
+        self.hotness = self._sidecar_content(HOTNESS_SIDECAR, self._read_hotness)
         """Metadata of the counts of how often neurons fire; None if the bundle has none."""
-        self.expert_costs = self._addition(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
-        """What lossy options of a model with experts cost; None if the bundle doesn't say."""
-        self.expert_use = self._addition(EXPERT_USE_SIDECAR, self._read_expert_use)
-        """Metadata of the counts of how often experts are chosen, and what caches hit; None without any."""
-        self.ngrams = self._addition(NGRAMS_SIDECAR, self._read_ngrams)
+        self.expert_costs = self._sidecar_content(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
+        """Costs of lossy options of a model with experts; None if the bundle has none."""
+        self.expert_use = self._sidecar_content(EXPERT_USE_SIDECAR, self._read_expert_use)
+        """Metadata of the counts of experts' choices, and hit rates of caches; None if the bundle has
+        none."""
+        self.ngrams = self._sidecar_content(NGRAMS_SIDECAR, self._read_ngrams)
         """The datastore of continuations to draft from; None if the bundle has none."""
-        self.eagle = self._addition(EAGLE_SIDECAR, partial(self._read_draft_layer, EAGLE_SIDECAR))
-        self.mtp = self._addition(MTP_SIDECAR, partial(self._read_draft_layer, MTP_SIDECAR))
-        """Draft layers, an EAGLE-3 head and the checkpoint's own; None if the bundle has none."""
+        self.eagle = self._sidecar_content(EAGLE_SIDECAR, partial(self._read_draft_layer, EAGLE_SIDECAR))
+        self.mtp = self._sidecar_content(MTP_SIDECAR, partial(self._read_draft_layer, MTP_SIDECAR))
+        """Draft layers: an EAGLE-3 head and the checkpoint's own; None if the bundle has none."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -225,7 +226,7 @@ class Bundle:
                 f"no bundle at {folder} (it has no {MANIFEST}); "
                 f"make one with: ondevice convert SOURCE --output {folder}"
             )
-        data = read_whole(contained(folder.resolve(), MANIFEST), MAX_JSON_BYTES)
+        data = read_file(contained(folder.resolve(), MANIFEST), MAX_JSON_BYTES)
         return Bundle(folder, parse_manifest(data), len(data))
 
     @property
@@ -235,7 +236,7 @@ class Bundle:
 
     @property
     def record_layout(self) -> RecordLayout:
-        """The record of one neuron. Raises BundleError where feed-forwards are stored in slices."""
+        """The record of one neuron. Raises BundleError if feed-forwards are stored in slices."""
         if self.config.is_sliced:
             raise BundleError(f"{self.name} stores its feed-forwards in slices, not neuron by neuron")
         return record_layout(self.config, self.quant)
@@ -265,14 +266,11 @@ class Bundle:
         return self.file(neuron_file_name(layer))
 
     def expert_file(self, layer: int) -> CheckedFile:
-        """The experts of `layer`. Raises BundleError if it has none that are stored as matrices."""
+        """The experts of `layer`. Raises BundleError if none are stored as matrices."""
         return self.file(expert_file_name(layer))
 
     def gate_file(self, layer: int) -> CheckedFile:
-        """The gate file of `layer`.
-
-        Raises BundleError if the model's gates are never exactly zero: its bundle then has no gate files.
-        """
+        """The gate file of `layer`. Raises BundleError if the model's gates are never exactly zero."""
         return self.file(gate_file_name(layer))
 
     def file(self, name: str) -> CheckedFile:
@@ -287,13 +285,13 @@ class Bundle:
         return CheckedFile.of(self._folder / name, entry.nbytes, layout, crcs)
 
     def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
-        """The same bundle, with `files` checked in other units than the format's."""
+        """The same bundle with other checks of `files`."""
         other = copy.copy(self)
         other._files = {**self._files, **files}
         return other
 
     def with_config(self, config: ModelConfig) -> Bundle:
-        """The same bundle run as `config` says, under which its files are the same."""
+        """The same bundle with another config, which must imply the same files."""
         other = copy.copy(self)
         other.config = config
         return other
@@ -301,13 +299,13 @@ class Bundle:
     def slice(
         self, first: int, stop: int, *, embeds: bool | None = None, heads: bool | None = None
     ) -> Bundle:
-        """The layers `first` to `stop` - 1 of the model, as a bundle of their own over the same files.
+        """The layers `first` to `stop` - 1 of the model, as a bundle over the same files.
 
         Its layers, files and tensors are numbered from 0 on.
 
         Args:
-            first, stop: layers in the model's own numbers.
-            embeds: whether the slice has the embedding, and all else that comes before the first layer or
+            first, stop: layers in the complete model's numbers.
+            embeds: whether the slice has the embedding, and everything else that precedes the first layer or
                 drafts; by default if it has the first layer.
             heads: whether it has the output head; by default if it has the embedding.
 
@@ -318,61 +316,66 @@ class Bundle:
         config = part_config(self.config, first, stop, embeds, heads)
         if config is self.config:
             return self
-        other, own = copy.copy(self), part_range(self.config, config)
-        other._whole, other.config = self, config
-        stored = part_config(self.manifest.config, first, stop, embeds, heads)
-        other.manifest = part_manifest(self.manifest, stored)
-        names = part_files(config, other.manifest.tokenizer, own.start)
-        other._files = {name: self.file(whole) for name, whole in names if self.manifest.files[whole].crc}
+        other, layers = copy.copy(self), part_range(self.config, config)
+        other._sliced_from, other.config = self, config
+        manifest_config = part_config(self.manifest.config, first, stop, embeds, heads)
+        other.manifest = part_manifest(self.manifest, manifest_config)
+        names = part_files(config, other.manifest.tokenizer, layers.start)
+        other._files = {
+            name: self.file(stored) for name, stored in names if self.manifest.files[stored].crc is not None
+        }
         contents = part_contents(vars(self), self.config, config)
         vars(other).update(contents)
-        other.added = {name: it for name, it in self.added.items() if contents[it.sidecar.key] is not None}
-        kept = {name: it for name, it in self._spans.items() if it.file in (RESIDENT, *other.added)}
-        other._spans = part_names(kept, own)
+        other.sidecar_files = {
+            name: it for name, it in self.sidecar_files.items() if contents[it.sidecar.key] is not None
+        }
+        kept = {name: it for name, it in self._spans.items() if it.file in (RESIDENT, *other.sidecar_files)}
+        other._spans = part_names(kept, layers)
         other.bundle_bytes = sum(file.nbytes for file in other._files.values())
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
-        """The same bundle without `sidecar`, whose file of tensors is damaged as `error` says."""
+        """The same bundle without `sidecar`, whose file of tensors is damaged. error: its damage."""
         other = copy.copy(self)
         lossless = self.streams is None or self.streams.mode == "lossless"
-        other.damaged, other.added = dict(self.damaged), dict(self.added)
-        del other.added[sidecar.tensors]
+        other.damaged, other.sidecar_files = dict(self.damaged), dict(self.sidecar_files)
+        del other.sidecar_files[sidecar.tensors]
         setattr(other, sidecar.key, None)
         other._note_damage(sidecar, error, lossless)
         return other
 
-    def added_file(self, name: str) -> CheckedFile:
+    def sidecar_file(self, name: str) -> CheckedFile:
         """The file `name` with a sidecar's tensors. Raises BundleError if the bundle has no such sidecar."""
-        if name not in self.added:
+        if name not in self.sidecar_files:
             raise BundleError(f"the bundle {self.path} has no {name}")
-        return self.added[name].file
+        return self.sidecar_files[name].file
 
     def frequencies(self) -> list[NDArray[np.float32]] | None:
-        """For each layer, (F,) share of tokens for which each neuron fired on text; None without hotness.
+        """For each layer, (F,) share of a text's tokens for which each neuron fires; None without hotness.
 
         Raises BundleError if the file has been damaged since the bundle was opened.
         """
         if self.hotness is None:
             return None
-        if self._whole is not None:
-            shares = self._whole.frequencies()
-            return None if shares is None else shares[part_range(self._whole.config, self.config)]
+        if self._sliced_from is not None:
+            shares = self._sliced_from.frequencies()
+            return None if shares is None else shares[part_range(self._sliced_from.config, self.config)]
         try:
             return parse_frequencies(self._read_frequencies(), self.hotness, self.config)
         except BundleError as error:
             raise self._with_remedy(HOTNESS_SIDECAR, error) from error
 
     def expert_counts(self) -> NDArray[np.uint32] | None:
-        """For each layer with experts, (E,) the calibration's tokens that chose each; None without any.
+        """For each layer with experts, (E,) the calibration's tokens that chose each; None without a
+        calibration.
 
         Raises BundleError if the file has been damaged since the bundle was opened.
         """
         if self.expert_use is None:
             return None
-        if self._whole is not None:
-            counts = self._whole.expert_counts()
-            return None if counts is None else counts[part_experts(self._whole.config, self.config)]
+        if self._sliced_from is not None:
+            counts = self._sliced_from.expert_counts()
+            return None if counts is None else counts[part_experts(self._sliced_from.config, self.config)]
         try:
             data = self._read_expert_counts()
             return parse_expert_counts(data, self.expert_use, self.manifest.config)
@@ -389,7 +392,7 @@ class Bundle:
         return self._spans[name]
 
     def small_parts(self, name: str) -> Iterator[bytes]:
-        """The bytes that `read_small` reads, in parts of at most `PART_BYTES`, unchecked."""
+        """The bytes of `read_small`, in parts of at most `PART_BYTES`, unchecked."""
         path = contained(self._folder, name)
         for start in range(0, self.manifest.files[name].nbytes, PART_BYTES):
             yield read_range(path, start, min(PART_BYTES, self.manifest.files[name].nbytes - start))
@@ -399,7 +402,7 @@ class Bundle:
         entry = self.manifest.files.get(name)
         if entry is None or name not in self.manifest.tokenizer.files:
             raise BundleError(f"the bundle {self.path} has no tokenizer file {name!r}")
-        data = read_whole(contained(self._folder, name), entry.nbytes)
+        data = read_file(contained(self._folder, name), entry.nbytes)
         if sha256_hex(data) != entry.sha256:
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
         return data
@@ -407,7 +410,7 @@ class Bundle:
     def _check_sizes(self) -> dict[str, FileLayout]:
         """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin.
 
-        Returns the layouts of all files but the checksums, by name.
+        Returns the layouts of all files except the checksums, by name.
         """
         next_crc, layouts = 0, {}
         for name in bundle_files(self.config, self.manifest.tokenizer):
@@ -438,14 +441,14 @@ class Bundle:
             if read_range(self._folder / name, 0, len(layout.header)) != layout.header:
                 raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
 
-    def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
+    def _sidecar_content(self, sidecar: Sidecar, read: Callable[[bytes], Content]) -> Content | None:
         """A sidecar's content, as `read` parses it; None if the sidecar is absent or damaged."""
         data = b""
         try:
-            found = read_sidecar(sidecar, self._folder)
-            if found is None:
+            content = read_sidecar(sidecar, self._folder)
+            if content is None:
                 return None
-            data = found
+            data = content
             check_sidecar_possible(sidecar, self.config)
             return read(data)
         except BundleError as error:
@@ -512,19 +515,19 @@ class Bundle:
         name = sidecar.tensors
         nbytes = check_tensors(sidecar, self._folder, layout)
         file = CheckedFile.of(self._folder / name, nbytes, layout, np.array(crcs, dtype=np.uint32))
-        self.added[name] = AddedFile(sidecar, file, layout, sha256)
+        self.sidecar_files[name] = SidecarFile(sidecar, file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
 
     def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)
         frequencies = self._read_frequencies()
-        # Few bytes, so they are checked now: damaged hotness counts as absent.
+        # Checked now, as they are few bytes: damaged hotness counts as absent.
         parse_frequencies(frequencies, hotness, self.config)
         self.bundle_bytes += len(data) + len(frequencies)
         return hotness
 
     def _read_frequencies(self) -> bytes:
-        return read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
+        return read_file(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
 
     def _read_expert_costs(self, data: bytes) -> ExpertCosts:
         costs = parse_expert_costs(data, self.manifest)
@@ -534,18 +537,18 @@ class Bundle:
     def _read_expert_use(self, data: bytes) -> ExpertUse:
         use = parse_expert_use(data, self.manifest)
         counts = self._read_expert_counts()
-        # As with hotness: damaged counts count as absent.
+        # Checked now, as hotness is.
         parse_expert_counts(counts, use, self.manifest.config)
         self.bundle_bytes += len(data) + len(counts)
         return use
 
     def _read_expert_counts(self) -> bytes:
         nbytes = expert_use_layout(self.manifest.config).nbytes or 0
-        return read_whole(contained(self._folder, EXPERT_USE), nbytes)
+        return read_file(contained(self._folder, EXPERT_USE), nbytes)
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]
-        data = read_whole(contained(self._folder, CHECKSUMS), entry.nbytes)
+        data = read_file(contained(self._folder, CHECKSUMS), entry.nbytes)
         if sha256_hex(data) != entry.sha256:
             raise BundleError(
                 f"{CHECKSUMS} doesn't match its sha256; the bundle is damaged, convert it again"

@@ -1,6 +1,6 @@
-"""The progress of a conversion: a small state file beside the bundle's files, for a later run to resume from.
+"""The progress of a conversion: a small state file among the bundle's files, from which a later run resumes.
 
-An entry is only a claim. Before a finished file is trusted, its size and sha256 are checked again.
+An entry is only a claim: the size and sha256 of a finished file are checked again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ondevice.bundle.digest import Crc32c, FileDigest, digest_prefix
 from ondevice.bundle.file_layouts import FileLayout
-from ondevice.bundle.files import read_whole, temporary_path, write_durably
+from ondevice.bundle.files import read_file, temporary_path, write_durably
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import MAX_FILE_BYTES, Manifest, model_json, parse_manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
@@ -58,7 +58,7 @@ class ResumeState:
 
     origin: identifies source, options and format. sources: stamps of the source files by name; these files
     must not change until the conversion is finished. options: values of options that are part of the origin,
-    in words, for the message that another run has others.
+    in words, for the error of a run with other options.
     """
 
     folder: Path
@@ -111,16 +111,16 @@ def load_state(
 ) -> ResumeState:
     """The state in `folder`, or an empty one.
 
-    A state or manifest that can't be parsed is given up, and the manifest is removed. Raises UsageError if
-    the state belongs to another source, to other options or to another format, or if a file of `sources` has
+    A state or manifest that can't be parsed is dropped, and the manifest is removed. Raises UsageError if the
+    state belongs to another source, to other options or to another format, or if a file of `sources` has
     changed since.
     """
     origin = _origin(config, quant, fingerprint)
     try:
         if (folder / STATE_FILE).exists():
-            state = _parse(folder, read_whole(folder / STATE_FILE, MAX_JSON_BYTES))
+            state = _parse(folder, read_file(folder / STATE_FILE, MAX_JSON_BYTES))
         elif (folder / MANIFEST).exists():
-            manifest = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES))
+            manifest = parse_manifest(read_file(folder / MANIFEST, MAX_JSON_BYTES))
             state = _from_manifest(folder, manifest, sources)
         else:
             return ResumeState(folder, origin, sources, options=options)
@@ -142,7 +142,7 @@ def load_state(
 
 
 def _difference(begun: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What another run began with, and what of it to repeat."""
+    """Words on the options of the run that began the folder, and on those to repeat."""
     differing = [name for name in now if name in begun and begun[name] != now[name]]
     if not differing:
         return "from another source or with other options; repeat those"

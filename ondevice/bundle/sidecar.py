@@ -1,7 +1,7 @@
 """Sidecars: a JSON file and a file of tensors, added to a finished bundle and removable again.
 
 Nothing in `bundle.json` refers to them. The JSON file names the weights that the sidecar was made for, and
-contains its own sha256 and the checksums of the tensors' file. It is written last and deleted first.
+has its own sha256 and the checksums of the tensors' file. It is written last and deleted first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ondevice.bundle.file_layouts import FileLayout
-from ondevice.bundle.files import contained, read_range, read_whole
+from ondevice.bundle.files import contained, read_file, read_range
 from ondevice.bundle.layout import (
     PER_LAYER,
     RESIDENT,
@@ -34,7 +34,7 @@ NO_PREDICTORS = (
     "a statistical cutoff takes all of a token's gates, so they are in memory and say themselves which "
     "neurons count"
 )
-"""What keeps predictors from models with cutoffs."""
+"""Why models with cutoffs have no predictors."""
 NO_SIDECARS = "a model with experts runs without predictors and streams"
 
 
@@ -42,9 +42,8 @@ NO_SIDECARS = "a model with experts runs without predictors and streams"
 class Sidecar:
     """One kind of sidecar.
 
-    key: of the content in the JSON file. manifest, tensors: names of the two files, of which a sidecar
-    without tensors has the first alone and an empty name for the other. command: makes them for a {model}.
-    unaffected: the modes that run without them.
+    key: of the content in the JSON file. manifest, tensors: names of the two files; the latter is empty for a
+    sidecar without tensors. command: makes them for a {model}. unaffected: the modes that run without them.
     """
 
     key: str
@@ -55,7 +54,7 @@ class Sidecar:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of its files, the JSON file last."""
+        """Names of the files, the JSON file last."""
         return (self.tensors, self.manifest) if self.tensors else (self.manifest,)
 
     def remedy(self, folder: Path) -> str:
@@ -67,7 +66,7 @@ class Sidecar:
 
 
 def weights_digest(manifest: Manifest) -> str:
-    """A hash that identifies the weights that sidecars depend on, made of their files' hashes."""
+    """A hash of the hashes of the files with the weights that sidecars depend on."""
     layers = range(manifest.config.num_layers)
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
@@ -77,7 +76,7 @@ def weights_digest(manifest: Manifest) -> str:
 
 
 def no_streams(config: ModelConfig) -> str:
-    """What keeps streams from a model of which `ModelConfig.is_plain` is false: some of its blocks."""
+    """Why a model that isn't `ModelConfig.is_plain` has no streams: some of its blocks."""
     blocks = {
         "per-layer inputs": config.per_layer_width > 0,
         "copies of the residual": config.residual_copies > 1,
@@ -104,7 +103,7 @@ def no_streams(config: ModelConfig) -> str:
 
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
-    """Raises BundleError for what a model can't have because of its blocks."""
+    """Raises BundleError for a sidecar that the model can't have because of its blocks."""
     if sidecar.key in ("ngrams", "eagle", "mtp"):
         return
     of_experts = sidecar.key in ("expert_costs", "expert_use")
@@ -119,7 +118,7 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
 
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:
-    """The bytes of the JSON file. `part_of` is written in slices alone."""
+    """The bytes of the JSON file. `part_of` is written only in slices."""
     content = {name: value for name, value in content.items() if name != "part_of" or value}
     document = {sidecar.key: content, "sha256": sha256_hex(canonical_json(content))}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
@@ -129,7 +128,7 @@ def read_sidecar(sidecar: Sidecar, folder: Path) -> bytes | None:
     """The JSON file's bytes, None if there is none. Raises BundleError if it can't be read or is too big."""
     if not os.path.lexists(folder / sidecar.manifest):
         return None
-    return read_whole(contained(folder, sidecar.manifest), MAX_JSON_BYTES)
+    return read_file(contained(folder, sidecar.manifest), MAX_JSON_BYTES)
 
 
 def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
@@ -143,10 +142,7 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
 
 
 def parse_part_of(section: Section, config: ModelConfig) -> str:
-    """The hash of the whole model's sidecar that a slice's is a part of; "" in a whole model's.
-
-    Raises BundleError.
-    """
+    """The hash of the complete model's sidecar in a slice's; "" in a complete model's. Raises BundleError."""
     return section.text("part_of", 64) if config.part != FULL_MODEL else ""
 
 

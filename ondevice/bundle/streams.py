@@ -1,8 +1,8 @@
 """`streams.json` and `streams.safetensors`: adapters that draft the tokens after the next one.
 
-They are the streams of "Speculative Streaming" (arXiv 2402.11131): extra rows beside a token's own, with
-low-rank adapters in the last layers. A sidecar (`sidecar.py`) of a finished bundle; `weights/README.md` is
-the specification.
+They are the streams of "Speculative Streaming" (arXiv 2402.11131): extra rows of a token, with low-rank
+adapters in the last layers. A sidecar (`sidecar.py`) of a finished bundle; `weights/README.md` is the
+specification.
 
 Legend: D hidden size, V vocabulary.
 """
@@ -57,13 +57,12 @@ class MultiStreams:
     streams: number of streams of a token.
     first_layer: the first layer with adapters; all later layers have them too.
     trained_tokens, measured_tokens: lengths of the texts.
-    acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right where all
+    acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right if all
         streams before it do.
     crcs: CRC32C of each MiB of the file with the tensors.
-    begins: whether streams enter in `first_layer`, where their embeddings are; else
-        they come in with the tokens, from a slice of the model with earlier layers, or are in a later slice's
-        layers alone: then `first_layer` is behind these.
-    part_of: in a slice, `parts.sidecar_digest` of the whole model's.
+    begins: whether streams enter in `first_layer`, with their embeddings; else they come with the tokens from
+        a slice of earlier layers, or enter in a later slice: then `first_layer` is after these layers.
+    part_of: in a slice, `parts.sidecar_digest` of the complete model's.
     """
 
     model: str
@@ -156,7 +155,7 @@ def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
 
 
 def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
-    """`streams.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
+    """The parsed `streams.json`. Raises BundleError if damaged, out of range, or made for other weights."""
     streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
     layout = streams_layout(manifest.config, streams)
     check_sidecar(STREAMS_SIDECAR, manifest, streams.model, layout, streams.crcs)
@@ -192,11 +191,11 @@ def _parse(section: Section, config: ModelConfig) -> MultiStreams:
 
 
 def _check_place(streams: MultiStreams, config: ModelConfig) -> None:
-    """Raises BundleError unless streams enter in one of these layers, or the config's part has other ones."""
-    first, own = streams.first_layer, config.num_layers
-    if streams.begins and first >= own:
-        raise BundleError(f"streams.first_layer is {first}; the last of these layers is {own - 1}")
-    if streams.begins or first >= own:
+    """Raises BundleError unless streams enter in one of these layers, or in another part's."""
+    first, num_layers = streams.first_layer, config.num_layers
+    if streams.begins and first >= num_layers:
+        raise BundleError(f"streams.first_layer is {first}; the last of these layers is {num_layers - 1}")
+    if streams.begins or first >= num_layers:
         return
     if first or not config.part.first:
         raise BundleError(

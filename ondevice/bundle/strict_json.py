@@ -21,7 +21,7 @@ def parse_json(data: bytes, where: str) -> Any:
     """The JSON value in `data` (UTF-8). Raises BundleError, naming `where`, if it isn't acceptable."""
     if len(data) > MAX_JSON_BYTES:
         raise BundleError(f"{where} has {len(data)} bytes; the limit is {MAX_JSON_BYTES}")
-    # Fewer brackets can't nest deeper. To look at each takes longer than to parse a message between ranks.
+    # Fewer brackets can't nest deeper. Matching each takes longer than parsing a message between ranks.
     may_nest = data.count(b"[") + data.count(b"{") > MAX_NESTING
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(data) if may_nest else ():
@@ -40,12 +40,12 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def canonical_json(value: object) -> bytes:
-    """The canonical text, which is hashed: sorted keys, no spaces, ASCII, shortest floats."""
+    """The canonical text for hashing: sorted keys, no spaces, ASCII, shortest floats."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook`. Raises ValueError for a repeated key, of which `json` would keep the last."""
+    """An `object_pairs_hook`. Raises ValueError for a repeated key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("an object has the same key twice")

@@ -1,6 +1,6 @@
-"""Matrices that are stored as the kernels multiply them, back to rows as a bundle stores them elsewhere.
+"""Converts matrices between tiles, as the kernels multiply them, and rows.
 
-Plain numpy, after `weights/README.md` alone: what the kernels make of such a matrix is tested against it.
+Plain numpy, written from `weights/README.md`: the oracle that the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ondevice.config import GROUP_SIZE, CodeBits, RowFormat
 Bytes = NDArray[np.uint8]
 Number = TypeVar("Number", bound=np.generic)
 _HALF_COLUMNS = 32
-"""Columns of half a block, where codes lie in planes."""
+"""Columns of half a block, whose codes are in planes."""
 _PLANES: dict[CodeBits, tuple[int, ...]] = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}
-"""Bits of each plane of codes, the lowest first. Codes of 4 and 8 bits lie as words of rows."""
+"""Bits of each plane of codes, the lowest first. Codes of 4 and 8 bits are words of rows."""
 
 
 class StoredMatrix(NamedTuple):
-    """Rows as a bundle stores them: codes (R, bytes), scales and biases (R, G), as in quantised rows.
+    """Rows outside tiles: codes (R, bytes), scales and biases (R, G), as in quantized rows.
 
     Two levels of scales are the bytes of headers, (R, n). added: (R,) float32 biases of the matrix's
     products, or None.
@@ -66,7 +66,7 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
 
 
 def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
-    """The records of tiles (n, layout.tiles.stride) of slices as they lie on flash, (n, stride)."""
+    """The records of tiles (n, layout.tiles.stride) of slices on flash, (n, stride)."""
     record = layout.tiles
     joined = np.zeros((len(records), record.stride), dtype=np.uint8)
     places = zip(layout.places, record.matrices, record.part_offsets, strict=True)
@@ -81,20 +81,20 @@ def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
 
 
 def join_planes(high: Bytes, low: Bytes, row: RowLayout) -> Bytes:
-    """The tiles (n, tile_bytes) of which these are the high and the low planes, (n, bytes) each."""
+    """The tiles (n, tile_bytes) of these high and low planes, (n, bytes) each."""
     matrix, low_bits = TiledMatrix(TILE_ROWS, row), row.stored.low_bits
-    before, upper, behind = around_codes(high, matrix, row.bits - low_bits)
+    before, upper, after = around_codes(high, matrix, row.bits - low_bits)
     lower = low.reshape(*upper.shape[:3], -1)
     runs = 1 if row.bits in (4, 8) else 2
     parts = []
     for of_high, of_low in zip(np.split(upper, runs, -1), np.split(lower, runs, -1), strict=True):
         parts.append(_join_run(of_high, of_low, row.bits))
     codes = np.concatenate(parts, axis=-1).reshape(*before.shape[:2], -1)
-    return np.concatenate([before, codes, behind], axis=-1).reshape(len(high), -1)
+    return np.concatenate([before, codes, after], axis=-1).reshape(len(high), -1)
 
 
 def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
-    """The rows (16 n, nbytes) of tiles (n, tile_bytes), each with its bytes in the order that tiles have."""
+    """The rows (16 n, nbytes) of tiles (n, tile_bytes), with their bytes in the tiles' order."""
     matrix, count = TiledMatrix(TILE_ROWS, row), len(tiles)
     blocks, at, parts = tiles.reshape(count, -1, matrix.block_bytes), 0, []
     for units, width in matrix.runs:
@@ -106,7 +106,7 @@ def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
 
 
 def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
-    """The tiles (n, tile_bytes) of rows as `lane_rows` has them, with zeros behind the last row."""
+    """The tiles (n, tile_bytes) of rows as from `lane_rows`, with zeros after the last row."""
     matrix = TiledMatrix(len(rows), row)
     wide = np.zeros((matrix.padded_rows, row.nbytes), dtype=np.uint8)
     wide[: len(rows)] = rows
@@ -123,7 +123,7 @@ def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
 def rows_format(stored: RowFormat) -> RowFormat:
     """The format of rows outside tiles that is nearest to `stored`.
 
-    A format that tiles alone have becomes one of the same codes with a scale and a bias for each 32, if its
+    A format that only tiles have becomes one of the same codes with a scale and a bias for each 32, if its
     groups have 32 and its codes no table, else float16 values.
     """
     if not stored.tiles_only:
@@ -158,7 +158,7 @@ def in_rows(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
 
 
 def around_codes(tiles: Bytes, matrix: TiledMatrix, bits: int) -> tuple[Bytes, Bytes, Bytes]:
-    """What lies before codes of `bits` bits in every block of tiles or planes, codes, and what is behind.
+    """The bytes before the codes in every block of tiles or planes, the codes of `bits` bits, and the rest.
 
     (n, B, bytes), (n, B, blocks of 64 columns in each, bytes) and (n, B, bytes).
     """
@@ -171,7 +171,7 @@ def around_codes(tiles: Bytes, matrix: TiledMatrix, bits: int) -> tuple[Bytes, B
 
 
 def _join_run(high: Bytes, low: Bytes, bits: int) -> Bytes:
-    """The codes of a block, or of half a block, (..., bytes), of which these are the planes."""
+    """The codes of a block, or of half a block, (..., bytes), from their planes."""
     if bits == 8:
         return np.concatenate([(high & 15) << 4 | low & 15, high & 0xF0 | low >> 4], axis=-1)
     if bits == 6:

@@ -50,13 +50,13 @@ SIDECARS = (
     MTP_SIDECAR,
 )
 FLOAT_BYTES = 1 << 20
-"""Most bytes of float32 values that are looked at together."""
+"""Most bytes of float32 values that are checked together."""
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `verify`: names and sizes of the sound files, and the number of CRC32C units compared.
+    """The result of `verify`: names and sizes of the files, and the number of CRC32C units compared.
 
     unused: sidecars' tensor files without their JSON file, which can't be checked.
     """
@@ -74,20 +74,23 @@ class Report:
 def verify(
     bundle_path: str | Path, crc32c: Crc32c, on_progress: Callable[[int, int], None] | None = None
 ) -> Report:
-    """Checks the whole bundle, sidecars last. on_progress: called with (bytes read, bytes in all).
+    """Checks the bundle, sidecars last. on_progress: called with (bytes read, bytes in total).
 
-    Raises what `Bundle.open` raises, and BundleError at the first damage. It names file, offset and record,
-    and the command that makes that file anew.
+    Raises what `Bundle.open` raises, and BundleError at the first damage, with file, offset and record, and
+    the command that makes that file anew.
     """
     import hashlib
 
     bundle = Bundle.open(bundle_path)
     files = dict(bundle.manifest.files)
-    files |= {name: FileEntry(added.file.nbytes, added.sha256, None) for name, added in bundle.added.items()}
+    files |= {
+        name: FileEntry(sidecar_files.file.nbytes, sidecar_files.sha256, None)
+        for name, sidecar_files in bundle.sidecar_files.items()
+    }
     total = sum(entry.nbytes for entry in files.values())
     done = checksums = 0
     layers = range(bundle.config.num_layers if bundle.config.zeros_gates else 0)
-    # A layer's gate rows are in two files; digests taken on the way save a second reading to compare them.
+    # A layer's gate rows are in two files; digests save a second reading for their comparison.
     pairs = [(gate_file_name(layer), neuron_file_name(layer)) for layer in layers]
     gate_rows = {name: hashlib.sha256() for pair in pairs for name in pair}
     for name, entry in files.items():
@@ -127,11 +130,11 @@ def _unused(bundle: Bundle) -> tuple[str, ...]:
 
 def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
     """The bundle, without `sidecar` if the sidecar's tensors don't match their checksums."""
-    added = bundle.added.get(sidecar.tensors)
-    if added is None:
+    sidecar_files = bundle.sidecar_files.get(sidecar.tensors)
+    if sidecar_files is None:
         return bundle
     try:
-        _require_checksums(added.file, added.layout, crc32c)
+        _require_checksums(sidecar_files.file, sidecar_files.layout, crc32c)
     except BundleError as error:
         return bundle.without(sidecar, error)
     return bundle
@@ -140,7 +143,7 @@ def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
 def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) -> None:
     """Raises BundleError at the first CRC unit that doesn't match. All units have one size."""
     (unit,) = file.crc_units
-    # A mapping of its own: freeing a large array makes the allocator keep as much memory for good.
+    # A separate mapping, as the allocator would keep a freed large array's memory for good.
     buffer = np.frombuffer(mmap.mmap(-1, unit), np.uint8)
     try:
         with file.path.open("rb", buffering=0) as stream:
@@ -155,19 +158,19 @@ def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) ->
 
 @contextmanager
 def _remedy(bundle: Bundle, name: str) -> Iterator[None]:
-    """Adds to a BundleError about the file `name` the remedy that makes the file anew."""
+    """A context that adds the remedy to a BundleError about the file `name`."""
     try:
         yield
     except BundleError as error:
-        if name not in bundle.added:
+        if name not in bundle.sidecar_files:
             raise BundleError(f"{error}; {_REMEDY}") from error
-        sidecar = bundle.added[name].sidecar
+        sidecar = bundle.sidecar_files[name].sidecar
         raise bundle.without(sidecar, error).damaged[sidecar.key] from error
 
 
 def _opened(bundle: Bundle, name: str) -> tuple[CheckedFile, FileLayout]:
-    if name in bundle.added:
-        return bundle.added[name].file, bundle.added[name].layout
+    if name in bundle.sidecar_files:
+        return bundle.sidecar_files[name].file, bundle.sidecar_files[name].layout
     return bundle.file(name), file_layout(name, bundle.config, bundle.quant)
 
 
@@ -212,7 +215,7 @@ def _verify_file(
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
-    """An error that names the first record whose gate rows differ; reads both copies again to find it."""
+    """An error with the first record whose gate rows differ, for which both copies are read again."""
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
     strides = bundle.gate_layout.stride, bundle.record_layout.stride
     used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.record_layout.stride)
@@ -235,7 +238,7 @@ def _different_gates(bundle: Bundle, layer: int) -> BundleError:
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
-    """Yields the bytes before the CRC units, then runs of whole unit cycles; each overwrites the last."""
+    """Yields the bytes before the CRC units, then runs of complete unit cycles; each overwrites the last."""
     cycle = sum(layout.crc_units)
     step = max(CHUNK_BYTES // cycle, 1) * cycle
     buffer = np.empty(min(max(step, layout.crc_start), file.nbytes), np.uint8)
@@ -275,7 +278,7 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
     first = 0 if period else offset
     for halves in layout.halves:
         if halves.times > 1 and not period:
-            at = _broken_repeat(chunk, halves.behind(-offset))
+            at = _broken_repeat(chunk, halves.shifted(-offset))
             if at is not None:
                 return offset + at
             continue
@@ -295,12 +298,12 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
 
 
 def _broken_repeat(chunk: np.ndarray, halves: HalfRange) -> int | None:
-    """Place in `chunk` of a number of several ranges that isn't allowed; or None.
+    """Place in `chunk` of an invalid number in several ranges; or None.
 
-    halves: counted from the chunk's first byte. Ranges may lie partly or wholly outside the chunk.
+    halves: counted from the chunk's first byte. Ranges may be partly or wholly outside the chunk.
     """
     size, step = halves.stop - halves.start, halves.step
-    # Ranges from `low` on, below `high`, lie inside; what is cut off belongs to the ones beside these.
+    # Ranges low .. high are inside; the two next to them may be cut off.
     low = min(max(0, -(halves.start // step)), halves.times)
     high = min(max(low, (chunk.size - size - halves.start) // step + 1), halves.times)
     if low < high:
@@ -333,7 +336,7 @@ def _broken_float(file: CheckedFile, layout: FileLayout) -> int | None:
 
 
 def _broken(values: np.ndarray, halves: HalfRange) -> np.ndarray:
-    """Places (n, dimensions) in `values`, bytes of such ranges, where a number begins that isn't allowed."""
+    """Places (n, dimensions) of invalid numbers in `values`, bytes of these ranges."""
     if halves.mxfp4:
         return np.argwhere(values > MAX_POWER)
     places = np.argwhere(~np.isfinite(values.view("<f2")))
@@ -344,7 +347,7 @@ def _broken(values: np.ndarray, halves: HalfRange) -> np.ndarray:
 def _repeated(records: np.ndarray, halves: HalfRange) -> np.ndarray:
     """(n, count, bytes) of several ranges of each of the records (n, stride)."""
     size, end = halves.stop - halves.start, halves.start + halves.step * (halves.times - 1)
-    # The bytes behind the last range's start may be fewer than a step.
+    # The last range may have fewer bytes after it than a step.
     first = records[:, halves.start : end].reshape(len(records), halves.times - 1, halves.step)[:, :, :size]
     last = records[:, None, end : end + size]
     return np.ascontiguousarray(np.concatenate([first, last], axis=1))

@@ -1,6 +1,4 @@
-"""Names and shapes of weights that only some models have, such as those of per-layer inputs, and the sizes of
-all weights that aren't projections of every model.
-"""
+"""Names and shapes of weights that only some models have, such as those of per-layer inputs."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ from ondevice.config import QuantConfig, RowFormat
 from ondevice.model_config import LayerSpec, ModelConfig
 
 EXPERT_NORMS = ("router.norm", "experts.norm", "experts.output_norm", "dense.output_norm")
-"""Norms of a layer whose experts stand apart, in a bundle's order."""
+"""Norms of a layer with `ExpertsSpec.apart`, in a bundle's order."""
 
 
 class WeightShape(NamedTuple):
-    """A weight that only some models have: its name in a bundle, behind the prefix of a layer's.
+    """A weight that only some models have. name: in a bundle, without the layer's prefix.
 
     shape: (rows, columns) of a matrix, else the shape of float32 values.
-    is_matrix: whether it is stored as matrices are.
+    is_matrix: whether it is stored as a matrix.
     is_half: whether this matrix has 16 bits, whatever others have.
-    of_heads: whether each head multiplies its own rows alone.
+    of_heads: whether each head multiplies only its own rows.
     """
 
     name: str
@@ -31,7 +29,7 @@ class WeightShape(NamedTuple):
     of_heads: bool = False
 
     def tiled(self, quant: QuantConfig) -> TiledMatrix | None:
-        """This matrix as it is stored; None for float32 values."""
+        """The stored matrix; None for float32 values."""
         if not self.is_matrix:
             return None
         rows, cols = self.shape
@@ -40,42 +38,40 @@ class WeightShape(NamedTuple):
 
 
 def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
-    """The weights of `WeightShape` that stand outside layers, in a bundle's order.
+    """The weights outside layers that only some models have, in a bundle's order.
 
-    `project_in` makes a layer's input of an embedding of another width, `project_out` the head's of a layer's
-    output.
-
-    The copies' matrices are one for each copy but the first: `spread` makes it of the embedding, `gather`
-    is multiplied by it in the end.
+    `project_in` maps an embedding of another width to a layer's input, `project_out` a layer's output to the
+    head's input. `spread` makes each residual stream after the first from the embedding, `gather` projects it
+    in the end.
     """
-    hidden, part, found = config.hidden_size, config.part, []
+    hidden, part, shapes = config.hidden_size, config.part, []
     if config.embedding_width and part.embeds:
-        found.append(WeightShape("project_in", (hidden, config.embedding_width), True))
+        shapes.append(WeightShape("project_in", (hidden, config.embedding_width), True))
     if config.embedding_width and part.heads:
-        found.append(WeightShape("project_out", (config.embedding_width, hidden), True))
+        shapes.append(WeightShape("project_out", (config.embedding_width, hidden), True))
     if config.has_inputs_table:
-        found += [
+        shapes += [
             WeightShape("per_layer.projection", (config.per_layer_size, hidden), True),
             WeightShape("per_layer.norm.weight", (config.per_layer_width,), False),
         ]
     for name, exists in (("spread", part.embeds), ("gather", part.heads)):
         for copy in range(1, config.residual_copies if exists else 1):
-            found.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
-    return tuple(found)
+            shapes.append(WeightShape(f"copies.{name}.{copy}", (hidden, hidden), True))
+    return tuple(shapes)
 
 
 def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightShape, ...]:
-    """A layer's weights of `WeightShape`, in a bundle's order: behind all others of the layer."""
+    """A layer's weights that only some models have, in a bundle's order: after all others of the layer."""
     hidden, width, rank = config.hidden_size, config.per_layer_width, layer.laurel_rank
-    copies, found = config.residual_copies, []
+    copies, shapes = config.residual_copies, []
     if rank:
-        found += [
+        shapes += [
             WeightShape("laurel.down", (rank, hidden), True),
             WeightShape("laurel.up", (hidden, rank), True),
             WeightShape("laurel.norm.weight", (hidden,), False),
         ]
     if copies > 1:
-        found += [
+        shapes += [
             WeightShape("copies.norm.weight", (hidden,), False),
             WeightShape("copies.router", (copies, hidden), False),
             WeightShape("copies.predict", (copies * copies, copies), False),
@@ -83,16 +79,16 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("copies.scale", (hidden,), False),
         ]
     if width:
-        found += [
+        shapes += [
             WeightShape("per_layer.gate", (width, hidden), True),
             WeightShape("per_layer.out", (hidden, width), True),
             WeightShape("per_layer.norm.weight", (hidden,), False),
         ]
     if layer.attention.gated:
-        found.append(WeightShape("attention.gate", (config.out_cols(layer), hidden), True))
+        shapes.append(WeightShape("attention.gate", (config.out_cols(layer), hidden), True))
     if (delta := layer.delta) is not None:
-        # Betas and decays act on all that a state holds, so they aren't to depend on how weights are rounded.
-        found += [
+        # Betas and decays act on the complete state, so they must not depend on rounded weights.
+        shapes += [
             WeightShape("delta.gates", (2 * delta.value_heads, hidden), True, is_half=True),
             WeightShape("delta.conv", (delta.taps, delta.channels), False),
             WeightShape("delta.decay_log", (delta.value_heads,), False),
@@ -100,45 +96,45 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
             WeightShape("delta.norm.weight", (delta.value_width,), False),
         ]
     if layer.conv is not None:
-        found.append(WeightShape("conv.weight", (layer.conv.taps, layer.conv.channels), False))
-    found += _mixer_shapes(config, layer)
+        shapes.append(WeightShape("conv.weight", (layer.conv.taps, layer.conv.channels), False))
+    shapes += _mixer_shapes(config, layer)
     if layer.attention.sinks:
-        found.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
-    found += _latent_shapes(config, layer)
+        shapes.append(WeightShape("attention.sinks", (config.heads(layer.attention).queries,), False))
+    shapes += _latent_shapes(config, layer)
     if layer.experts is not None:
-        # A choice of experts isn't to depend on how weights are rounded.
-        found.append(WeightShape("router", (layer.experts.count, hidden), True, is_half=True))
+        # A choice of experts must not depend on rounded weights.
+        shapes.append(WeightShape("router", (layer.experts.count, hidden), True, is_half=True))
         if layer.experts.router_bias:
-            found.append(WeightShape("router.bias", (layer.experts.count,), False))
+            shapes.append(WeightShape("router.bias", (layer.experts.count,), False))
         if layer.experts.choice_bias:
-            found.append(WeightShape("router.choice_bias", (layer.experts.count,), False))
+            shapes.append(WeightShape("router.choice_bias", (layer.experts.count,), False))
         if layer.experts.shared_gate:
-            found.append(WeightShape("shared_gate", (1, hidden), True, is_half=True))
+            shapes.append(WeightShape("shared_gate", (1, hidden), True, is_half=True))
         if layer.experts.apart:
-            found += [WeightShape(f"{name}.weight", (hidden,), False) for name in EXPERT_NORMS]
-            found.append(WeightShape("router.scales", (layer.experts.count,), False))
+            shapes += [WeightShape(f"{name}.weight", (hidden,), False) for name in EXPERT_NORMS]
+            shapes.append(WeightShape("router.scales", (layer.experts.count,), False))
     if layer.scaled:
-        found.append(WeightShape("scale", (1,), False))
-    return tuple(found)
+        shapes.append(WeightShape("scale", (1,), False))
+    return tuple(shapes)
 
 
 def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
     """The weights of a Mamba-2 mixer; none without one.
 
-    Where the layer attends too, the mixer has matrices of its own: `in` with the rows of x, B, C and z, and
-    `out`, which makes its output.
+    If the layer attends too, the mixer has separate projections: `in` with the rows of x, B, C and z, and
+    `out`.
     """
     mixer, hidden = layer.mamba2, config.hidden_size
     if mixer is None:
         return []
-    found = []
+    shapes = []
     if layer.attends:
-        found += [
+        shapes += [
             WeightShape("mamba2.in", (sum(mixer.projections.values()), hidden), True),
             WeightShape("mamba2.out", (hidden, mixer.value_size), True),
         ]
-    # Time steps act on all that a state holds, as a delta rule's gates do.
-    found += [
+    # Time steps act on the complete state, like a delta rule's gates.
+    shapes += [
         WeightShape("mamba2.steps", (mixer.heads, hidden), True, is_half=True),
         WeightShape("mamba2.conv", (mixer.taps, mixer.channels), False),
         *([WeightShape("mamba2.conv.bias", (mixer.channels,), False)] if mixer.conv_bias else []),
@@ -148,23 +144,23 @@ def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
         ),
     ]
     if mixer.norm != "none":
-        found.append(WeightShape("mamba2.norm.weight", (mixer.value_size,), False))
-    return found
+        shapes.append(WeightShape("mamba2.norm.weight", (mixer.value_size,), False))
+    return shapes
 
 
 def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
-    """The weights of latent attention, as `LatentWeights` has them; none without it."""
+    """The weights of latent attention, as in `LatentWeights`; none without it."""
     latent, heads = layer.attention.latent, config.num_heads
     if latent is None:
         return []
-    found = []
+    shapes = []
     if latent.query_rank:
-        found += [
+        shapes += [
             WeightShape("attention.query_norm.weight", (latent.query_rank,), False),
             WeightShape("attention.queries", (heads * latent.query_width, latent.query_rank), True),
         ]
     return [
-        *found,
+        *shapes,
         WeightShape("attention.latent_norm.weight", (latent.rank,), False),
         WeightShape("attention.latent_keys", (heads * latent.rank, latent.key_dim), True, of_heads=True),
         WeightShape("attention.latent_values", (heads * latent.value_dim, latent.rank), True, of_heads=True),
@@ -172,7 +168,7 @@ def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
 
 
 def extra_matrices(config: ModelConfig) -> tuple[WeightShape, ...]:
-    """All matrices among the weights of `WeightShape`, of the model and of its layers."""
+    """All matrices that only some models have, of the model and of its layers."""
     return tuple(weight for weight in _all_shapes(config) if weight.is_matrix)
 
 

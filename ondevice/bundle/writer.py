@@ -1,7 +1,7 @@
 """Writes a bundle: streaming, resumable, reproducible byte for byte.
 
-Each file gets its name only when it is complete and on the disk, `bundle.json` last of all. So a folder with
-a manifest is complete, and one without is unfinished.
+Each file gets its name once it is complete and on the disk, `bundle.json` last. So a folder with a manifest
+is complete, and one without is unfinished.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class BundleWriter:
 
     Args:
         folder: the bundle's folder.
-        config, quant: the model and its quantisation.
+        config, quant: the model and its quantization.
         crc32c: computes CRCs.
-        fingerprint: names the source and the options that decide the bytes.
+        fingerprint: identifies the source and the options that decide the bytes.
         sources: stamps of the files that the bytes are read from. A folder begun with another fingerprint or
             other sources is refused.
         options: values of options that are part of the fingerprint, in words, for the message of a refusal.
-        checkpoint_bytes: most bytes, about, that are repeated after an interrupted `write_resident`.
+        checkpoint_bytes: about the most bytes that are repeated after an interrupted `write_resident`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BundleWriter:
         self._config = config
         self._quant = quant
         self._layout = cache(partial(file_layout, config=config, quant=quant))
-        """The layout of a file by its name."""
+        """Returns the layout of a file, by name."""
         self._crc32c = crc32c
         self._fingerprint = fingerprint
         self._checkpoint_bytes = checkpoint_bytes
@@ -108,7 +108,7 @@ class BundleWriter:
     def write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
         """Writes the record file `name` from uint8 arrays (n, stride); does nothing if it is finished.
 
-        Experts that are stored as matrices come in pieces: arrays (n,) of the next bytes.
+        Experts that are stored as matrices come as arrays (n,) of the next bytes.
         """
         if self.finished(name):
             return
@@ -154,7 +154,7 @@ class BundleWriter:
             self._record(RESIDENT, sink.digest)
 
     def written(self, name: str) -> CheckedFile:
-        """The finished file `name`, or what `write_resident` has written so far, as a file to be read."""
+        """The finished file `name`, or the resident file as far as it is written, for reading."""
         path, digest, layout = self.folder / name, self._finished.get(name), self._layout(name)
         if digest is None and name == RESIDENT and self._resident is not None:
             path, digest = temporary_path(path), self._resident
@@ -178,7 +178,7 @@ class BundleWriter:
         self._finished[name] = digest
 
     def adopt(self, name: str, source: Path, entry: FileEntry) -> None:
-        """Takes over the file `name` from another bundle's `source`, as a link if possible.
+        """Links, or copies, the file `name` from another bundle's `source`.
 
         Raises BundleError if the file doesn't match `entry`.
         """
@@ -193,7 +193,7 @@ class BundleWriter:
     ) -> Manifest:
         """Writes the checksum table and then the manifest, which completes the bundle.
 
-        Raises ValueError if a file is missing, BundleError if a manifest may not hold a value.
+        Raises ValueError if a file is missing, BundleError for values that a manifest can't have.
         """
         names = bundle_files(self._config, tokenizer)[:-1]
         missing = [name for name in names if not self.finished(name)]
@@ -275,7 +275,7 @@ class _FileSink:
         self.digest.update(data)
 
     def _begin_writeback(self, nbytes: int) -> None:
-        """Have the system write the last bytes now, while others are made, and not when `sync` waits for it.
+        """Have the system write the last bytes now, not when `sync` waits for it.
 
         The advice drops no pages that aren't on the disk yet.
         """

@@ -20,7 +20,7 @@ from ondevice.commands.options import (
     json_option,
     model_option,
     option,
-    whole_text,
+    read_text,
 )
 from ondevice.commands.sharing import require_alone
 from ondevice.commands.terminal import print_result, progress, say, take_interrupts
@@ -41,7 +41,7 @@ _RUNTIME = {name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "s
 _SAMPLING = {name: entry for name, entry in SAMPLING_OPTIONS.items() if name != "max_tokens"}
 _ONLY_COMPARED = ("text", "chat", "prompts", "output", *_SAMPLING)
 _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
-"""Parameters of `bench` that only `--speculation all` takes (above), and those that it doesn't take."""
+"""Parameters of `bench` that `--speculation all` doesn't take; those above, only it takes."""
 
 
 @click.command(cls=Command)
@@ -155,7 +155,7 @@ def bench(
     resolved = resolved_model(model, values)
     check_tokens(resolved, range(prompt_tokens), max_tokens)
     with loaded_model(resolved) as loaded:
-        # Caches fill in the first passes, so those aren't typical of any run.
+        # Caches fill in the first passes, so these aren't typical.
         loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
         measured = []
         for index in range(runs):
@@ -175,7 +175,7 @@ def run_ablation(
     runtime = runtime_config(values)
     take_interrupts()
     with progress() as show:
-        found = ablation(
+        result = ablation(
             model,
             runtime,
             prompt_tokens=prompt_tokens,
@@ -183,7 +183,7 @@ def run_ablation(
             warm_up_tokens=BENCH_WARM_UP_TOKENS,
             on_progress=show,
         )
-    print_result(as_json, found.to_dict(), ablation_table(found))
+    print_result(as_json, result.to_dict(), ablation_table(result))
 
 
 def compare(
@@ -205,11 +205,11 @@ def compare(
     runtime = runtime_config(values)
     take_interrupts()
     with progress() as show:
-        found = plots.draw_comparison(
+        comparison = plots.draw_comparison(
             output, lambda: compare_drafters(model, runtime, tasks, sampling, on_progress=show)
         )
-    print_result(as_json, found.to_dict(), comparison_table(found))
-    found.require_same_texts()
+    print_result(as_json, comparison.to_dict(), comparison_table(comparison))
+    comparison.require_same_texts()
 
 
 def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> None:
@@ -223,9 +223,9 @@ def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> Non
 
 def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[Task]:
     """One task per text, or the built-in tasks. Raises UsageError for a text that isn't there."""
-    # A text that is set elsewhere than on the command line is meant for `eval`.
+    # A text from the environment or the settings file is meant for `eval`.
     if context.get_parameter_source("text") is not ParameterSource.COMMANDLINE:
         if chat:
             raise UsageError("--chat says what the prompts of --text are; give both")
         return list(BUILT_IN)
-    return [Task(Path(text).stem, paragraphs(whole_text(text)), chat) for text in texts]
+    return [Task(Path(text).stem, paragraphs(read_text(text)), chat) for text in texts]

@@ -16,11 +16,11 @@ PROFILE_SPANS = (8, 32)
 """Numbers of neighbouring tokens for which the table shows the distinct neurons; the plot shows all."""
 
 
-def profile_table(found: Profile) -> str:
+def profile_table(profile: Profile) -> str:
     """`profile` for people: neurons by layer, misses by cache size, read rates by read size, and notes."""
-    lines = [f"{found.model}: {found.num_layers} layers of {found.num_neurons} neurons"]
-    if found.firing is not None and found.misses is not None:
-        firing, misses = found.firing, found.misses
+    lines = [f"{profile.model}: {profile.num_layers} layers of {profile.num_neurons} neurons"]
+    if profile.firing is not None and profile.misses is not None:
+        firing, misses = profile.firing, profile.misses
         spans = [span for span in PROFILE_SPANS if span <= len(firing.distinct[0])]
         rows = [
             (f"layer {layer}", [active, also, *(distinct[span - 1] for span in spans)])
@@ -30,7 +30,7 @@ def profile_table(found: Profile) -> str:
         ]
         means = [mean(column) for column in zip(*(shares for _, shares in rows), strict=True)]
         lines += [
-            f"{found.tokens} tokens: {found.text}",
+            f"{profile.tokens} tokens: {profile.text}",
             "",
             _columns("neurons", ["fire", "before too", *(f"in {span} tokens" for span in spans)]),
             *(_columns(name, map(percent, shares)) for name, shares in [*rows, ("mean", means)]),
@@ -39,13 +39,13 @@ def profile_table(found: Profile) -> str:
             *(_columns(name, map(percent, rates)) for name, rates in misses.policies.items()),
             _columns("at best (Belady)", map(percent, misses.optimum)),
         ]
-    threads = sorted({rate.threads for rate in found.reads.rates})
-    sizes = sorted({rate.read_bytes for rate in found.reads.rates})
-    rates = {(rate.read_bytes, rate.threads): rate.bytes_per_second for rate in found.reads.rates}
-    lines += ["", _columns(f"{found.reads.io} reads, GB/s", [f"{count} threads" for count in threads])]
+    threads = sorted({rate.threads for rate in profile.reads.rates})
+    sizes = sorted({rate.read_bytes for rate in profile.reads.rates})
+    rates = {(rate.read_bytes, rate.threads): rate.bytes_per_second for rate in profile.reads.rates}
+    lines += ["", _columns(f"{profile.reads.io} reads, GB/s", [f"{count} threads" for count in threads])]
     for nbytes in sizes:
         lines.append(_columns(f"{nbytes >> 10} KiB", [_gigabytes(rates[nbytes, count]) for count in threads]))
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in profile.notes)])
 
 
 def _columns(name: str, cells: Iterable[str]) -> str:
@@ -62,17 +62,17 @@ ABLATION_COLUMNS = (
 )
 
 
-def ablation_table(found: Ablation) -> str:
+def ablation_table(ablation: Ablation) -> str:
     """The ablation for people: each row's memory, and its reads and time per token; each step's effect."""
     lines = [
-        f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, {found.rows[0].io} reads; means of "
-        f"{found.max_tokens} tokens, behind {found.prompt_tokens} of prompt and {found.warm_up_tokens} that "
-        "warm up",
+        f"{ablation.model}: a budget of {format_bytes(ablation.budget_bytes)}, {ablation.rows[0].io} reads; "
+        f"means of {ablation.max_tokens} tokens, behind {ablation.prompt_tokens} of prompt and "
+        f"{ablation.warm_up_tokens} that warm up",
         "",
         f"{'':<10}{'in memory, MB':>18}{'read per token':>18}{'reading':>9}{'ms per token':>45}{'':>9}",
         _cells("", ABLATION_COLUMNS),
     ]
-    for row in found.rows:
+    for row in ablation.rows:
         held = (row.feed_forward_bytes / 1e6, row.resident_bytes / 1e6)
         read = (row.flash_bytes / 1e6, row.flash_reads, row.bytes_per_second / 1e9)
         reading = (row.io_seconds, row.waited_seconds)
@@ -80,8 +80,8 @@ def ablation_table(found: Ablation) -> str:
         times = (1e3 * value for value in seconds)
         lines.append(_cells(row.name, map(short, (*held, *read, *times, 1 / row.total_seconds))))
     lines += ["", "what changes: bytes / rate = I/O, and the total"]
-    for row in found.rows[1:]:
-        before = found.row(BEFORE[row.name])
+    for row in ablation.rows[1:]:
+        before = ablation.row(BEFORE[row.name])
         change = (
             _factor(row.flash_bytes, before.flash_bytes),
             _factor(row.bytes_per_second, before.bytes_per_second),
@@ -91,19 +91,19 @@ def ablation_table(found: Ablation) -> str:
             f"{row.name:<10} after {before.name:<10}{' / '.join(change[:2])} = {change[2]}; total "
             f"{_factor(row.total_seconds, before.total_seconds)}"
         )
-    return "\n".join([*lines, *_overlap_lines(found), *(f"note: {note}" for note in found.notes)])
+    return "\n".join([*lines, *_overlap_lines(ablation), *(f"note: {note}" for note in ablation.notes)])
 
 
-def _overlap_lines(found: Ablation) -> list[str]:
-    if found.overlap_ratio is None:
+def _overlap_lines(ablation: Ablation) -> list[str]:
+    if ablation.overlap_ratio is None:
         return []
-    apart, row = found.row("all"), found.row("overlap")
-    longer, own = (max(it.io_seconds, it.compute_seconds) for it in (apart, row))
+    apart, row = ablation.row("all"), ablation.row("overlap")
+    longer, overlapped = (max(it.io_seconds, it.compute_seconds) for it in (apart, row))
     return [
         "",
-        f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
-        f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
-        f"({1e3 * own:.1f} ms)",
+        f"overlap takes {1e3 * row.total_seconds:.1f} ms, {ablation.overlap_ratio:.2f} x the longer of I/O "
+        f"and compute in `all` ({1e3 * longer:.1f} ms), {ablation.own_overlap_ratio:.2f} x that of its own "
+        f"({1e3 * overlapped:.1f} ms)",
         f"prefetching found {percent(row.prefetch_recall)} of the missing neurons and read "
         f"{row.prefetch_wasted_bytes / 1e6:.2f} MB per token in vain",
     ]
@@ -123,31 +123,42 @@ SHOWN_DEPTHS = 4
 _DRAFTER_COLUMNS = ("tokens/pass", "draft tokens", "ms/pass", "drafting", "tokens/s", "flash/token")
 
 
-def comparison_table(found: Comparison) -> str:
-    """The comparison for people: rows by task, rows of all tasks together, changed texts, and notes."""
-    greedy = "greedy" if found.sampling.temperature == 0 else f"temperature {found.sampling.temperature:g}"
-    prompts = found.row(ALL_TASKS, OFF).prompts
+def comparison_table(comparison: Comparison) -> str:
+    """The comparison for people: rows by task, then of all tasks, changed texts, and notes."""
+    greedy = (
+        "greedy"
+        if comparison.sampling.temperature == 0
+        else f"temperature {comparison.sampling.temperature:g}"
+    )
+    prompts = comparison.row(ALL_TASKS, OFF).prompts
     lines = [
-        f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, --sparsity {found.sparsity}, "
-        f"{found.io} reads; {prompts} prompts, {found.sampling.max_tokens} tokens at most, {greedy}",
+        f"{comparison.model}: a budget of {format_bytes(comparison.budget_bytes)}, "
+        f"--sparsity {comparison.sparsity}, {comparison.io} reads; {prompts} prompts, "
+        f"{comparison.sampling.max_tokens} tokens at most, {greedy}",
         "",
         _drafter_line("", "", _DRAFTER_COLUMNS, "over off", "accepted at depth 1, 2, ..., of drafts"),
     ]
-    for task in found.tasks:
+    for task in comparison.tasks:
         lines.append("")
-        of_task = [row for row in found.rows if row.task == task]
+        of_task = [row for row in comparison.rows if row.task == task]
         lines += [_row_line(task if row is of_task[0] else "", row) for row in of_task]
-    if found.changed:
-        lines += ["", f"{len(found.changed)} of {found.texts} texts are NOT those of plain decoding"]
+    if comparison.changed:
+        lines += [
+            "",
+            f"{len(comparison.changed)} of {comparison.texts} texts are NOT those of plain decoding",
+        ]
     else:
-        lines += ["", f"all {found.texts} texts of drafters are those of plain decoding, token for token"]
-    lines += _decisions(found)
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+        lines += [
+            "",
+            f"all {comparison.texts} texts of drafters are those of plain decoding, token for token",
+        ]
+    lines += _decisions(comparison)
+    return "\n".join([*lines, *(f"note: {note}" for note in comparison.notes)])
 
 
-def _decisions(found: Comparison) -> list[str]:
+def _decisions(comparison: Comparison) -> list[str]:
     """The last decision of `auto` on each task."""
-    rows = [row for row in found.rows if row.drafter == "auto" and row.task != ALL_TASKS]
+    rows = [row for row in comparison.rows if row.drafter == "auto" and row.task != ALL_TASKS]
     return ["", *(f"auto at the end of {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
 
 

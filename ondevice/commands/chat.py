@@ -113,10 +113,8 @@ def chat(
 
 
 def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> SamplingConfig:
-    """`sampling` with a seed, and with the recommendations of the model's authors for fields not in `chosen`.
-
-    Both are shown.
-    """
+    """`sampling` with a seed, and with the authors' recommendations for fields not in `chosen`. Shows
+    both."""
     recommended = model.bundle.manifest.generation
     sampling, taken = with_model_defaults(sampling, recommended, chosen)
     sampling = sampling.seeded()
@@ -133,7 +131,7 @@ def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> Sampl
 
 @dataclass
 class _Talk:
-    """A conversation at a terminal or from a pipe. From a pipe, errors end it, except for lines too long."""
+    """A conversation at a terminal or from a pipe. From a pipe, errors end it, except too long lines."""
 
     model: Model
     session: Session
@@ -141,10 +139,10 @@ class _Talk:
     interrupts: Interrupts
     think: bool | None = None
     refused: bool = False
-    """True if a line of a pipe was too long to be answered."""
+    """Whether a line of a pipe was too long to be answered."""
 
     def take(self, turn: Turn) -> bool:
-        """Run a command or answer a message, and show its error. Returns True if the chat ends with it."""
+        """Run a command or answer a message, and show its error. Returns whether the chat ends."""
         from ondevice.commands import slash_commands as commands
 
         if turn.text in commands.QUIT:
@@ -171,7 +169,7 @@ class _Talk:
         return False
 
     def _is_too_long(self, error: OndeviceError) -> bool:
-        """True if this message alone is too long for the context, so that others may still be answered."""
+        """Whether only this message is too long for the context, and others may still be answered."""
         return isinstance(error, ContextOverflowError) and self.session.when_full == "drop"
 
     def _take(self, line: str) -> None:

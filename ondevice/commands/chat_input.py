@@ -24,19 +24,18 @@ PASTE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Turn:
-    """One message to the model. `number` is its line number in a pipe, or its place at a terminal, from 1."""
+    """One message to the model. number: of its line in a pipe, or of the message at a terminal, from 1."""
 
     number: int
     text: str
     refusal: ContextOverflowError | None = None
-    """Set if the message alone is too long for the context; then `text` is only a part of it."""
+    """Set if the message is too long for the context; then `text` is a part of it."""
 
 
 class Interrupts:
     """A context in which Ctrl-C at a terminal raises KeyboardInterrupt only inside `heard()`, and once.
 
-    People often press Ctrl-C twice, and the second must not hit the code that handles the first. With a pipe
-    as input, nothing changes.
+    A second Ctrl-C must not hit the code that handles the first. With a pipe as input, nothing changes.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """A context in which Ctrl-C raises KeyboardInterrupt. The exception must leave it, too."""
+        """A context in which Ctrl-C raises KeyboardInterrupt, which must also leave it."""
         self._heard = True
         try:
             yield
@@ -70,12 +69,12 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a piped line: it may hold no more than the context has room for."""
+    """Limits of a piped line: it must fit the context."""
 
     tokenizer: Tokenizer
     max_context: int
     model_context: int
-    """The model's own limit."""
+    """The model's limit."""
 
 
 def read_turns(
@@ -86,9 +85,9 @@ def read_turns(
 ) -> Iterator[Turn]:
     """The messages typed at a terminal, or the lines of a pipe. Empty ones are skipped.
 
-    ends_paste: returns True for a line that stands by itself, such as a command; it doesn't join the lines
-    pasted before it. Raises UsageError for a piped line that isn't text. At a terminal, the error is shown
-    and the prompt comes again.
+    ends_paste: returns True for a line that doesn't join the lines pasted before it, such as a command.
+    Raises UsageError for a piped line that isn't text. At a terminal, the error is shown and the prompt is
+    repeated.
     """
     if not sys.stdin.isatty():
         yield from _piped(limits)
@@ -99,7 +98,7 @@ def read_turns(
 
 
 def _piped(limits: Limits) -> Iterator[Turn]:
-    """The lines of a pipe. Of each, no more is held than the context has room for; the rest is skipped."""
+    """The lines of a pipe. Of each line, at most what fits the context is held; the rest is skipped."""
     source, number = TextParts("-"), 0
     while True:
         number += 1
@@ -112,7 +111,7 @@ def _piped(limits: Limits) -> Iterator[Turn]:
 
 
 def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowError | None]:
-    """The part of a line that was read, and an error if it is too long. Reading stops once that is clear."""
+    """The part of a line that was read, and an error if it is too long. Then reading stops."""
     taken = [next(line, "")]
     if is_command(taken[0].lstrip()):
         return taken[0], None
@@ -124,7 +123,7 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
             taken.append(part)
             chars += len(part)
             yield part
-            # Some tokenizers make no tokens of white space, so characters are limited as well.
+            # Some tokenizers have no tokens for white space, so characters are limited too.
             if chars > MAX_TOKEN_CHARS * limits.max_context:
                 raise ContextOverflowError(
                     f"the line has {chars} characters or more, and the context holds {limits.max_context} "
@@ -144,10 +143,10 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
 def _typed(
     tell: Callable[[str], None], interrupts: Interrupts, ends_paste: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Messages as they are typed. Lines already waiting once one has been read were pasted with it."""
+    """Typed messages. Lines that are already waiting after one has been read were pasted with it."""
     with suppress(ImportError):
-        # With readline, input() has editing and a history, and takes a paste as one text.
-        _take_pastes_whole(import_module("readline"))
+        # With readline, input() has editing and a history, and returns a paste as one text.
+        _enable_bracketed_paste(import_module("readline"))
     while True:
         lines: list[str] = []
         try:
@@ -169,7 +168,7 @@ def _typed(
         yield from ("\n".join(lines).strip(), *last)
 
 
-def _take_pastes_whole(readline: ModuleType) -> None:
+def _enable_bracketed_paste(readline: ModuleType) -> None:
     if "libedit" not in (readline.__doc__ or ""):
         readline.parse_and_bind("set enable-bracketed-paste on")
 
@@ -183,7 +182,7 @@ def _typed_line(prompt: str) -> str:
 
 
 def _input_bytes(prompt: str) -> bytes:
-    """The bytes that were typed, even if Python can't decode them."""
+    """The typed bytes, even if Python can't decode them."""
     try:
         return input(prompt).encode("utf-8", "surrogateescape")
     except UnicodeDecodeError as error:

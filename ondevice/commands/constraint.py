@@ -1,4 +1,4 @@
-"""The options `--json-schema` and `--grammar`, and the constraint that they make."""
+"""The options `--json-schema` and `--grammar`, and their constraint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ondevice.commands.options import Decorated, complete_path, option, whole_text
+from ondevice.commands.options import Decorated, complete_path, option, read_text
 from ondevice.constraints.constraint import Constraint
 from ondevice.errors import UsageError
 
@@ -33,14 +33,13 @@ def constraint_options(command: Decorated) -> Decorated:
 
 
 def constraint_of(values: dict[str, Any]) -> Constraint | None:
-    """The constraint that the options name. They are taken out of `values`.
+    """The constraint of the options, which are removed from `values`.
 
-    Raises UsageError if both are given or a file can't be read as text, ConstraintError for one that is no
-    JSON or too long.
+    Raises UsageError if both are given or a file isn't text, ConstraintError if it isn't JSON or is too long.
     """
     schema, grammar = values.pop("json_schema"), values.pop("grammar")
     if schema is not None and grammar is not None:
         raise UsageError("--json-schema and --grammar are both given; a text can obey one of them")
     if schema is not None:
-        return Constraint.json_schema(whole_text(schema))
-    return None if grammar is None else Constraint.lark(whole_text(grammar))
+        return Constraint.json_schema(read_text(schema))
+    return None if grammar is None else Constraint.lark(read_text(grammar))

@@ -96,7 +96,7 @@ def convert(
     folder with one of these, a repository id, a GGUF file of one (OWNER/NAME:FILE.gguf) or an alias. A
     repository is downloaded after saying what that takes, and asking.
     """
-    # The budget that is said counts what running a model imports, which is here when the process is measured.
+    # The reported budget counts the imports of running a model: they must be loaded before the measurement.
     from ondevice import api  # noqa: F401
     from ondevice.bundle.reader import Bundle
     from ondevice.commands.reports import size
@@ -110,7 +110,7 @@ def convert(
             raise UsageError("--draft-for reads a folder, which --remove-source doesn't delete: leave it out")
         _add_draft_layer(source, draft_for, quant)
         return
-    # A text that is set elsewhere than on the command line is meant for `eval`.
+    # A text from the environment or the settings file is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else TextParts(text)
     if content is not None and random_text:
@@ -177,7 +177,7 @@ def _add_draft_layer(source: str, draft_for: str, quant: str) -> None:
 
 
 def say_trained(bundle: Bundle) -> None:
-    """What a text has trained, beside the rounding that the bundle's notes tell of."""
+    """Say what a text has trained, in addition to the rounding in the bundle's notes."""
     from ondevice.bundle.sidecar import NO_PREDICTORS
     from ondevice.commands.training_reports import expert_use_table, predictor_table
 
@@ -193,9 +193,9 @@ def say_trained(bundle: Bundle) -> None:
 
 
 def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force: bool, yes: bool) -> None:
-    """Say what a download takes and ask, if there is one. Raises what can be known to fail before it begins.
+    """Say what a download takes, and ask. Raises errors that are known before it begins.
 
-    keeps: the source is kept, though the user didn't ask for that.
+    keeps: whether the source is kept without --keep-source.
     """
     from ondevice.measure.expected_speed import forecast_source
 

@@ -31,19 +31,19 @@ def doctor(context: click.Context, /, model: str | None, as_json: bool) -> None:
 
     take_interrupts()
     with progress() as show:
-        found = examine(model, on_progress=show)
-    print_result(as_json, found.to_dict(), report_text(found))
-    if not found.ok:
+        report = examine(model, on_progress=show)
+    print_result(as_json, report.to_dict(), report_text(report))
+    if not report.ok:
         context.exit(OndeviceError.exit_code)
 
 
-def report_text(found: DoctorReport) -> str:
+def report_text(report: DoctorReport) -> str:
     """The report for people: a line per check with its remedy below, and the number of problems."""
-    width = max(len(check.name) for check in found.checks) + 2
+    width = max(len(check.name) for check in report.checks) + 2
     lines = []
-    for check in found.checks:
+    for check in report.checks:
         lines.append(f"{check.status:{STATUS_WIDTH}}{check.name:{width}}{check.value}")
         if check.remedy:
             lines.append(f"{'':{STATUS_WIDTH}}{'':{width}}-> {check.remedy}")
-    counted = f"{found.count('failed')} failed, {found.count('warning')} with a warning"
-    return "\n".join([*lines, f"{len(found.checks)} checks in {found.seconds:.1f} s: {counted}"])
+    counted = f"{report.count('failed')} failed, {report.count('warning')} with a warning"
+    return "\n".join([*lines, f"{len(report.checks)} checks in {report.seconds:.1f} s: {counted}"])

@@ -44,7 +44,7 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
 
     stream = tokens()
     begun = list(islice(stream, 2))
-    # A text too short to score is refused before weights are read.
+    # Refuses a text that is too short to score before weights are read.
     next(scoring_windows(resolved, begun))
 
     def on_progress(done: int) -> None:

@@ -96,7 +96,7 @@ def _inspect_source(model: str, runtime: RuntimeConfig, curve: Path | None, as_j
 
 
 def _draw(forecast: SpeedForecast, model: str, curve: Path | None) -> None:
-    """Draw the speeds to expect, if a file for that is named."""
+    """Draw the expected speeds, if a file is named."""
     if curve is not None:
         from ondevice.measure.plots import draw_speeds
 

@@ -32,9 +32,9 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
 
 NAMED_IF_DAMAGED = ("hotness", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
-"""Keys of sidecars that are reported only where they are damaged."""
+"""Keys of sidecars that are reported only if they are damaged."""
 BUDGET_STEPS = 4
-"""Steps between the budgets for which hits are told."""
+"""Steps between the budgets for which hits are shown."""
 
 
 def model_list() -> dict[str, Any]:
@@ -64,8 +64,8 @@ def model_list_text() -> str:
 def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -> dict[str, Any]:
     """The object that `inspect --json` prints; without a forecast its `speed` is null.
 
-    `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan` belongs
-    to the plan's own modes.
+    `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan`, to the
+    plan's modes.
     """
     bundle, plan, smallest = resolved.bundle, resolved.plan, resolved.smallest_plan
     predictors = bundle.predictors
@@ -171,7 +171,7 @@ def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForeca
 
 
 def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
-    """What a slice of a model has; None for a whole one."""
+    """The part of the model in a slice; None for a complete model."""
     part = bundle.config.part
     if part == FULL_MODEL:
         return None
@@ -186,12 +186,12 @@ def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def _ngrams_lines(bundle: Bundle) -> list[str]:
-    """The datastore of continuations, if there is one."""
+    """A line on the datastore of continuations, if there is one."""
     return [] if bundle.ngrams is None else [f"ngrams: a datastore of {bundle.ngrams.tokens:,} tokens"]
 
 
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
-    """The draft layers, if there are some."""
+    """A line on each draft layer."""
     return [
         f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
         f"{layer.bits} bits"
@@ -201,25 +201,24 @@ def _draft_layer_lines(bundle: Bundle) -> list[str]:
 
 
 def _feed_forward(layer: DraftLayer) -> str:
-    """What a draft layer's feed-forward has."""
+    """Words on a draft layer's feed-forward."""
     if layer.experts is None:
         return f"{layer.neurons:,} neurons"
     return f"{layer.experts.count:,} experts"
 
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
-    """The modes of the model itself, whatever its options are."""
+    """The model's modes under any options."""
     return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.damaged)
 
 
 def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
-    """Numbers of experts, and the bytes that a token's take in all layers; None for a model without any.
+    """Numbers of experts, and the bytes of a token's in all layers; None for a model without any.
 
-    `in_memory` are kept beside a full context. `own_chosen` are those of the model itself, of which `chosen`
-    may be fewer by `--experts`; that is `lossy`. `expected_hits` is the share of lookups that should find
-    their expert in memory, by what the calibration's text chose; None without one, and where not all of the
-    model's own choice are looked up. `hits_by_budget` has the same for budgets in even steps from the
-    smallest with these modes and this context to all experts in memory.
+    `in_memory` are kept with a full context. `own_chosen` is the model's number, and `chosen` may be smaller
+    by `--experts`; that is `lossy`. `expected_hits` is the share of lookups with their expert in memory, as
+    on the calibration's text; None without a calibration, and if `lossy`. `hits_by_budget` has the same for
+    budgets in even steps, from the smallest with these modes and this context to all experts in memory.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -246,42 +245,42 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
 
 
 def _hits_by_budget(plan: Plan, use: ExpertUse, total: int) -> list[dict[str, Any]]:
-    """What budgets keep of `total` experts, and the hits to expect."""
+    """By budget, the experts that it keeps of `total`, and the expected share of hits."""
     least, most = plan.minimum_budget_bytes, max(plan.minimum_budget_bytes, plan.full_bytes)
-    found = []
+    hits_by_budget = []
     for step in range(BUDGET_STEPS + 1):
         budget = least + (most - least) * step // BUDGET_STEPS
         kept = min(total, plan.with_budget(budget).kept_slots)
         hits = use.expected_hits(kept, total)
-        found.append({"budget_bytes": budget, "in_memory": kept, "expected_hits": hits})
-    return found
+        hits_by_budget.append({"budget_bytes": budget, "in_memory": kept, "expected_hits": hits})
+    return hits_by_budget
 
 
 def _expert_lines(resolved: ResolvedModel) -> list[str]:
     """A line with a token's cycle and what the budget keeps, for a model with experts."""
-    found = _expert_facts(resolved)
-    if found is None:
+    facts = _expert_facts(resolved)
+    if facts is None:
         return []
-    total, cycle = found["layers"] * found["count"], found["layers"] * found["chosen"]
+    total, cycle = facts["layers"] * facts["count"], facts["layers"] * facts["chosen"]
     line = (
-        f"experts: {found['count']} in each of {found['layers']} layers, {size(found['expert_bytes'])} each; "
-        f"a token's cycle is {cycle} of them, {size(found['cycle_bytes'])}; with a full context the budget "
-        f"keeps {found['in_memory']} of {total}"
+        f"experts: {facts['count']} in each of {facts['layers']} layers, {size(facts['expert_bytes'])} each; "
+        f"a token's cycle is {cycle} of them, {size(facts['cycle_bytes'])}; with a full context the budget "
+        f"keeps {facts['in_memory']} of {total}"
     )
     below = "less than a token's cycle: most are then read for each token"
     lossy, costs = lossy_lines(resolved), resolved.bundle.expert_costs
     if costs is not None:
         lossy += [f"  {row}" for row in expert_cost_table(costs).splitlines()]
-    return [line if found["in_memory"] >= cycle else f"{line}, {below}", *_hit_lines(resolved, found), *lossy]
+    return [line if facts["in_memory"] >= cycle else f"{line}, {below}", *_hit_lines(resolved, facts), *lossy]
 
 
-def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
-    """Lines with the hits to expect, here and by budget, where the bundle has a calibration."""
-    use, hits = resolved.bundle.expert_use, found["expected_hits"]
+def _hit_lines(resolved: ResolvedModel, facts: dict[str, Any]) -> list[str]:
+    """Lines with the expected hits, here and by budget, if the bundle has a calibration."""
+    use, hits = resolved.bundle.expert_use, facts["expected_hits"]
     if use is None or hits is None:
         return []
     others = (
-        f"{percent(it['expected_hits'])} in {size(it['budget_bytes'])}" for it in found["hits_by_budget"]
+        f"{percent(it['expected_hits'])} in {size(it['budget_bytes'])}" for it in facts["hits_by_budget"]
     )
     return [
         f"hits to expect with a full context: {percent(hits)} of lookups, as on {use.replayed_tokens:,} "
@@ -292,10 +291,10 @@ def _hit_lines(resolved: ResolvedModel, found: dict[str, Any]) -> list[str]:
 
 def _widths_lines(config: ModelConfig) -> list[str]:
     """A line with the layers' numbers of neurons, if they differ."""
-    found = sorted(Counter(config.widths).items())
-    if len(found) == 1:
+    widths = sorted(Counter(config.widths).items())
+    if len(widths) == 1:
         return []
-    counts = (f"{neurons:,} in {layers} layer{'s' * (layers > 1)}" for neurons, layers in found)
+    counts = (f"{neurons:,} in {layers} layer{'s' * (layers > 1)}" for neurons, layers in widths)
     return [f"feed-forward neurons: {', '.join(counts)}"]
 
 
@@ -322,12 +321,12 @@ def _mode_line(mode: SparsityMode) -> str:
 
 
 def _streams_line(bundle: Bundle) -> str:
-    found = bundle.streams
-    if found is None:
+    streams = bundle.streams
+    if streams is None:
         damage = bundle.damaged.get("streams")
         if damage is not None:
             return damage.for_command_line
         return "none" if bundle.config.is_plain else f"none: {no_streams(bundle.config)}"
-    accepted = ", ".join(map(percent, found.acceptance))
-    added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
-    return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"
+    accepted = ", ".join(map(percent, streams.acceptance))
+    added = streams.adapter_parameters(bundle.config) + streams.embedding_parameters(bundle.config)
+    return f"{streams.streams}, {streams.mode}, {added:,} parameters; accepted {accepted}"

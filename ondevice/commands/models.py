@@ -37,11 +37,11 @@ def remove(name: str, yes: bool) -> None:
     from ondevice.runtime import conversion
     from ondevice.runtime.installed import removable
 
-    found = removable(name)
-    for model in found:
+    models = removable(name)
+    for model in models:
         say(f"{model.path}: {model.state}, {size(model.nbytes)}")
     confirm("delete it for good?", yes, "nothing was deleted")
-    freed = sum(conversion.remove(model.path) for model in found)
+    freed = sum(conversion.remove(model.path) for model in models)
     click.echo(f"deleted {name}, {size(freed)}")
 
 

@@ -1,4 +1,4 @@
-"""Models that aren't bundles yet: what a conversion would take is said and asked before it begins."""
+"""Models that aren't bundles yet: a conversion's needs are shown, and confirmed, before it begins."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from ondevice.runtime.models import ConversionProgress
 
 _CONVERTED = "_ONDEVICE_CONVERTED"
-"""Variable by which a command that starts again is told a model and its bundle, in two lines."""
+"""Environment variable with a model and its bundle, in two lines, for a command that starts again."""
 
 
-def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
+def ensure_bundle(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
     """`model` if it is a bundle, else the bundle that it was converted to.
 
-    If it has yet to be converted, that is done now. To find the bundle, the checkpoint is opened, and what
-    that imports stays in memory. So StartAgainError is raised: in a new process, which is told the bundle,
-    the model gets all of its budget. Raises what the conversion raises, before anything is downloaded if it
-    can't work; UsageError if the answer is no; ModelNotFoundError for what can't be converted, and where
-    nobody can be asked.
+    Converts it now if necessary. Opening a checkpoint imports modules that stay in memory, so StartAgainError
+    is raised then: in a new process, which gets the bundle's path, the model has all of its budget. Raises
+    errors of the conversion, before any download where possible; UsageError if the answer is no;
+    ModelNotFoundError if the model can't be converted, or there is no terminal to ask at.
     """
     from ondevice.runtime.models import default_output, find_model
 
@@ -45,7 +44,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
             raise
         is_here, is_done = Path(model).expanduser().exists(), default_output(model).exists()
         if is_done and not is_here:
-            # A repository's bundle would have been found by its name: this is another's.
+            # find_model finds a repository's bundle by its name, so this is another's.
             raise
         if not (yes or can_ask() or is_done):
             missing.add_note("at a terminal, or with --yes, this command makes it")
@@ -103,13 +102,13 @@ def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> 
 
 
 def say_notes(bundle: Bundle) -> None:
-    """What its conversion left out, copied or rounded, as the bundle's manifest has it."""
+    """Show the manifest's notes: what the conversion left out, copied or rounded."""
     for note in bundle.manifest.provenance.notes:
         say(note)
 
 
 def shown(done: ConversionProgress) -> tuple[float, str]:
-    """The share of a conversion that is done, and what is being made, for `progress`."""
+    """The finished share of a conversion, and its present step, for `progress`."""
     from ondevice.commands.reports import duration
 
     left = "" if done.remaining_seconds is None else f", {duration(done.remaining_seconds)} left"
@@ -117,7 +116,7 @@ def shown(done: ConversionProgress) -> tuple[float, str]:
 
 
 def offer_text(estimate: ConversionEstimate, forecast: SpeedForecast) -> str:
-    """What a conversion downloads and writes, and what its bundle will need and give, in lines."""
+    """Lines on a conversion's downloads and files, and its bundle's memory and speed."""
     from ondevice.commands.reports import size
     from ondevice.commands.speed_reports import speed_words
 
@@ -150,7 +149,7 @@ def _room(estimate: ConversionEstimate) -> str:
 
 
 def may_be_checkpoint(model: str) -> bool:
-    """True for a repository id, an alias, and a path to what looks like a checkpoint."""
+    """Whether `model` is a repository id, an alias, or a path to what looks like a checkpoint."""
     from ondevice.bundle.layout import MANIFEST
     from ondevice.runtime.models import find_source, holds_checkpoint
     from ondevice.runtime.repository import Repository

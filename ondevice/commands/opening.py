@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from click import get_current_context
 
-from ondevice.commands.obtaining import obtained
+from ondevice.commands.obtaining import ensure_bundle
 from ondevice.commands.options import SettingsContext
 from ondevice.commands.terminal import can_ask, say, take_interrupts
 from ondevice.errors import BudgetError
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from ondevice.runtime.resolving import ResolvedModel
 
 CONTEXT_SHARE = 0.25
-"""Most of the budget that conversations' keys and values take where no option names the context."""
+"""Largest share of the budget for conversations' keys and values, unless an option sets the context."""
 
 
 def runtime_of(
     bundle: Path, values: dict[str, Any], parallel: int = 1, context_share: float = 0.0
 ) -> RuntimeConfig:
-    """The options of running a model: its own in the settings file, where no flag or variable names others.
+    """The options of running a model: those of the settings file for it, unless a flag or variable sets
+    others.
 
     bundle: the model's folder. context_share: as in RuntimeConfig.
     """
     context = get_current_context()
     assert isinstance(context, SettingsContext)
-    own = context.of_model(bundle.name)
-    runtime = runtime_config(values | {name: own[name] for name in own.keys() & values.keys()})
+    settings = context.of_model(bundle.name)
+    runtime = runtime_config(values | {name: settings[name] for name in settings.keys() & values.keys()})
     return replace(runtime, parallel=parallel, context_share=context_share)
 
 
@@ -49,10 +50,10 @@ def resolved_model(
 ) -> ResolvedModel:
     """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
 
-    Where several machines share the model, it is this rank's part. On a rank other than 0 this doesn't
-    return: it serves layers until rank 0 ends.
+    If several machines share the model, it is this rank's part. On a rank other than 0 this doesn't return:
+    it serves layers until rank 0 ends.
 
-    yes: for commands that convert what isn't a bundle yet, True if they needn't ask first. parallel: texts
+    yes: None if the model must be a bundle; else it may be converted, without asking if True. parallel: texts
     that may share passes. context_share: as in RuntimeConfig; several machines share the default context.
     """
     from ondevice import api
@@ -65,14 +66,14 @@ def resolved_model(
     if shared is not None:
         take_interrupts()
         return shared
-    bundle = find_model(model if yes is None else obtained(model, runtime, yes))
+    bundle = find_model(model if yes is None else ensure_bundle(model, runtime, yes))
     resolved = api.open_model(bundle, runtime_of(bundle, values, parallel, context_share))
     take_interrupts()
     return resolved
 
 
 def require_fit(resolved: ResolvedModel) -> None:
-    """Raises BudgetError, with the speeds to expect of larger budgets, if the model doesn't fit."""
+    """Raises BudgetError, with the expected speeds in larger budgets, if the model doesn't fit."""
     try:
         resolved.require_fit()
     except BudgetError as error:
@@ -84,7 +85,7 @@ def require_fit(resolved: ResolvedModel) -> None:
 
 
 def say_plan(resolved: ResolvedModel) -> None:
-    """Show the plan, and what options do to the text."""
+    """Show the plan, and the options' effects on the text."""
     from ondevice.commands import reports
 
     _say_with_losses(
@@ -93,7 +94,7 @@ def say_plan(resolved: ResolvedModel) -> None:
 
 
 def say_opening(resolved: ResolvedModel) -> None:
-    """Show the model, its budget and what stays on flash to somebody at a terminal; elsewhere the plan."""
+    """At a terminal, show the model, its budget and the weights that stay on flash; elsewhere the plan."""
     from ondevice.commands import reports
 
     if can_ask():
@@ -114,7 +115,7 @@ def _say_with_losses(text: str, resolved: ResolvedModel) -> None:
 def loaded_model(
     resolved: ResolvedModel, show: Callable[[ResolvedModel], None] = say_plan
 ) -> Iterator[Model]:
-    """The loaded model, closed at the end. `show` tells of its plan before its weights are read."""
+    """The loaded model, closed at the end. show: shows its plan before weights are read."""
     from ondevice import api
     from ondevice.commands import sharing
 
@@ -126,7 +127,7 @@ def loaded_model(
 
 
 def say_stats(model: Model) -> None:
-    """Show the closing stats line, if any forward pass has run."""
+    """Show the stats line, if any forward pass has run."""
     from ondevice.commands import reports
 
     if model.stats.forward_passes:

@@ -1,7 +1,4 @@
-"""Click options made from the settings' tables, the origin of their values, and reading of text files.
-
-Prints nothing.
-"""
+"""Click options made from the settings' tables, the origin of their values, and reading of text files."""
 
 from __future__ import annotations
 
@@ -34,22 +31,21 @@ log = logging.getLogger(__name__)
 
 STDOUT = 1
 BROKEN_PIPE = 141
-"""Exit code when the reader of stdout has gone away: the shell's code for SIGPIPE."""
+"""Exit code when stdout has no reader any more: the shell's code for SIGPIPE."""
 
 MAX_SHOWN_OPTIONS = 18
 ALL_OPTIONS = "ondevice.all_options"
-"""Key of a context's `meta` that is there while the help shows every option."""
+"""Key of a context's `meta` while the help shows every option."""
 MODEL_ARGUMENT = "named_model"
 OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME", CHILD, CONTROL, FRONT)
-"""Environment variables that belong to no option. The last three are set by `ondevice` itself."""
+"""Environment variables that belong to no option. `ondevice` sets the last three."""
 TEST_VARIABLES = "ONDEVICE_TEST_"
 NEAR = 0.85
-"""Least `difflib` similarity at which a name is taken for a misspelling. The common prefix counts too."""
-
+"""Least `difflib` similarity at which a name counts as a misspelling, with the common prefix."""
 PART_BYTES = 1 << 16
 """Bytes of a text read at a time."""
 MAX_TEXT_CHARS = 1 << 20
-"""Most characters of a text that is held whole because its paragraphs are prompts: some hundred pages."""
+"""Most characters of a text that is read at once: some hundred pages."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -57,7 +53,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., None])
 class SettableOption(click.Option):
     """An option that its environment variable and the settings file can also set. Errors name the source.
 
-    rare: whether `--help` leaves it to `--help-all` where a command has many options.
+    rare: whether only `--help-all` shows it, if a command has many options.
     """
 
     def __init__(self, *arguments: Any, rare: bool = False, **attributes: Any) -> None:
@@ -71,7 +67,7 @@ class SettableOption(click.Option):
         return next(name for name in self.opts if name.startswith("--"))
 
     def origin(self, context: click.Context) -> str | None:
-        """The environment variable or settings-file key that set the value; None for any other source."""
+        """The environment variable or settings-file key that set the value; None for other sources."""
         source = context.get_parameter_source(self.name or "")
         if source is ParameterSource.ENVIRONMENT:
             return str(self.envvar)
@@ -80,7 +76,7 @@ class SettableOption(click.Option):
         return None
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """As in click. For an option with several values, the settings file may also give a single string."""
+        """As in click. The settings file may give a string for an option with several values."""
         value, source = super().consume_value(ctx, opts)
         return ([value] if self.multiple and isinstance(value, str) else value), source
 
@@ -92,8 +88,7 @@ class SettableOption(click.Option):
 class SettingsContext(click.Context):
     """A command's context, with defaults from the settings file. `obj` is the file's `Settings`, once read.
 
-    The file is read when a running command looks up a default, so help and completion work even if the file
-    is wrong.
+    The file is read when a running command looks up a default, so help and completion work with a wrong file.
     """
 
     def read_settings(self) -> Settings:
@@ -104,7 +99,7 @@ class SettingsContext(click.Context):
         return self.obj  # type: ignore[no-any-return]
 
     def of_model(self, name: str) -> dict[str, Any]:
-        """What the settings file says of one model, where neither a flag nor a variable does."""
+        """The settings file's options for one model that neither a flag nor a variable sets."""
         explicit = ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT
         given = self.read_settings().models.get(name, {})
         return {key: it for key, it in given.items() if self.get_parameter_source(key) not in explicit}
@@ -134,9 +129,9 @@ HELP_ALL = click.Option(
 
 
 class Command(click.Command):
-    """A command whose errors name the source of each setting that they mention, if not the command line.
+    """A command whose errors name the source of each setting that they mention, unless it is a flag.
 
-    With more than MAX_SHOWN_OPTIONS options, `--help` shows those that aren't rare, and `--help-all` all.
+    With more than MAX_SHOWN_OPTIONS options, `--help` leaves rare ones to `--help-all`.
     """
 
     context_class = SettingsContext
@@ -184,19 +179,13 @@ class CommandGroup(click.Group):
 
 
 def broken_pipe() -> int:
-    """Silence stdout after its reader went away, and return BROKEN_PIPE.
-
-    Otherwise Python would complain again when it flushes stdout at exit.
-    """
+    """Silence stdout, which Python flushes at exit, after its reader went away. Returns BROKEN_PIPE."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return BROKEN_PIPE
 
 
 def _start_logging(root: click.Context, settings: Settings) -> None:
-    """Start logging, verbosely if `--verbose` or the settings file says so.
-
-    `--verbose` stands before the command, and the settings file is read only when the command runs.
-    """
+    """Start logging, verbosely if `--verbose` or the settings file says so."""
     verbose = root.params["verbose"]
     if root.get_parameter_source("verbose") is ParameterSource.DEFAULT:
         verbose = settings.values.get("verbose", verbose)
@@ -241,12 +230,12 @@ def _take_model(context: click.Context) -> None:
 def _require_meaning(context: click.Context) -> None:
     """Raises UsageError for an option on the command line that has no meaning with the others' values.
 
-    Options set elsewhere are meant for other commands too, so they aren't refused.
+    Options from other sources are meant for other commands too.
     """
     values = {name: context.params.get(name) for name in ("sparsity", "speculation")}
     chosen = {name: value for name, value in values.items() if value is not None}
     if chosen.get("sparsity") == "auto" and context.params.get("ablation"):
-        # The ablation itself chooses a mode that selects neurons, which may be lossy.
+        # The ablation chooses a mode that selects neurons, which may be lossy.
         del chosen["sparsity"]
     source = context.get_parameter_source
     given = {name for name in context.params if source(name) is ParameterSource.COMMANDLINE}
@@ -359,7 +348,7 @@ def _click_option(entry: Option) -> Callable[[Decorated], Decorated]:
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Refuse a value that no model can have. This runs before a model is looked up, and names the option."""
+    """Refuse a value that no model can have, with the option's name, before a model is looked up."""
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
@@ -368,10 +357,9 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
 
 
 class TextParts:
-    """The UTF-8 text of a file, or of stdin for `-`, part by part. Parts already taken aren't kept.
+    """The UTF-8 text of a file, or of stdin for `-`, part by part. Taken parts aren't kept.
 
-    Construction raises UsageError if there is no such file. Reading raises UsageError for bytes that aren't
-    text.
+    Construction raises UsageError for a missing file, reading for bytes that aren't text.
     """
 
     def __init__(self, source: str) -> None:
@@ -390,7 +378,7 @@ class TextParts:
 
     @property
     def share(self) -> float:
-        """Share of the file that has been read, from 0 to 1; 0 if its size isn't known."""
+        """Share of the file that has been read, from 0 to 1; 0 if its size is unknown."""
         return min(1.0, self._offset / self._size) if self._size else 0.0
 
     def __iter__(self) -> Iterator[str]:
@@ -436,8 +424,8 @@ class TextParts:
             raise UsageError(f"{self._where} is not UTF-8 text: byte 0x{wrong:02x} at offset {at}") from error
 
 
-def whole_text(source: str) -> str:
-    """The whole text of `TextParts(source)`. Raises UsageError if it has more than MAX_TEXT_CHARS."""
+def read_text(source: str) -> str:
+    """The text of `TextParts(source)`. Raises UsageError if it has more than MAX_TEXT_CHARS."""
     parts: list[str] = []
     chars = 0
     for part in TextParts(source):

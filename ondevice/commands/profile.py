@@ -33,5 +33,5 @@ def profile(model: str | None, output: Path | None, text: str | None, tokens: in
     content = None if text is None else TextParts(text)
     take_interrupts()
     with progress() as show:
-        found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)
-    print_result(as_json, found.to_dict(), profile_table(found))
+        result = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)
+    print_result(as_json, result.to_dict(), profile_table(result))

@@ -37,42 +37,44 @@ def opening(bundle: Bundle, plan: Plan) -> str:
 
 
 def model_words(bundle: Bundle) -> str:
-    """The model's name, with the layers that are here where other machines have some too."""
+    """The model's name, with this machine's layers if other machines have some too."""
     config, part = bundle.config, bundle.config.part
     if part == FULL_MODEL:
         return bundle.name
     return f"{bundle.name}, {layer_words(part.first, part.first + config.num_layers)} of {part.layers}"
 
 
-def fewer_experts(chosen: int, own: int) -> str:
-    """What `--experts` does to the text, in one line."""
-    return f"lossy: {chosen} of the model's own {own} experts a token (--experts); not the text of all"
+def fewer_experts(chosen: int, model_experts: int) -> str:
+    """A line on the effect of `--experts` on the text."""
+    return (
+        f"lossy: {chosen} of the model's own {model_experts} experts a token (--experts); not the text of all"
+    )
 
 
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
-    """What the options do to the text of a model with experts; none for other models."""
+    """Lines on the options' effects on the text; none for models without experts."""
     runtime, own = resolved.runtime, resolved.default_experts
     if resolved.bundle.config.experts is None:
         return []
     return [fewer_experts(runtime.experts, own)] if own else []
 
 
-def pressure_summary(found: MemoryPressure) -> str:
+def pressure_summary(pressure: MemoryPressure) -> str:
     """Memory pressure and its effect on the budget, in one line."""
-    now, own = format_bytes(found.budget_bytes), format_bytes(found.user_budget_bytes)
+    now, full = format_bytes(pressure.budget_bytes), format_bytes(pressure.user_budget_bytes)
     return (
-        f"memory pressure: {found.level}; the budget is {now} of {own}, has shrunk {found.shrinks} times and "
-        f"grown {found.growths} times"
+        f"memory pressure: {pressure.level}; the budget is {now} of {full}, has shrunk {pressure.shrinks} "
+        f"times and grown {pressure.growths} times"
     )
 
 
 def residency(plan: Plan) -> str:
-    """What will be in memory and what is read from flash, in one line. `stats_line` uses the same plan."""
+    """A line on the weights in memory and those read from flash."""
     neurons = _neuron_residency(plan)
     if plan.matrices is None or plan.holds_matrices:
         return neurons
     start, full = (
-        share(plan.matrices.held_bytes(plan.held_beside(kv, DECODE_TOKENS).units), plan.matrices.total_bytes)
+        share(plan.matrices.held_bytes(plan.held_weights(kv, DECODE_TOKENS).units), plan.matrices.total_bytes)
         for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
     )
     return f"attention and head to be resident: {start} at the start, {full} when full; {neurons}"
@@ -81,7 +83,7 @@ def residency(plan: Plan) -> str:
 def _neuron_residency(plan: Plan) -> str:
     segment, blocks = plan.segment, (plan.kv_block_bytes, plan.kv_cache_bytes)
     if isinstance(segment, SlotShape):
-        start, full = map(plan.kept_slots_beside, blocks)
+        start, full = map(plan.kept_slots_for, blocks)
         total = segment.total * segment.slots - segment.reserve
     else:
         start, full = (plan.segments_for(kv, DECODE_TOKENS) - segment.least for kv in blocks)
@@ -112,9 +114,9 @@ def _neuron_residency(plan: Plan) -> str:
     )
 
 
-def share(part: int, whole: int) -> str:
-    """`part` of `whole` as a percentage; 100 % if `whole` is 0."""
-    return f"{100 * part // whole if whole else 100} %"
+def share(part: int, total: int) -> str:
+    """`part` of `total` as a percentage; 100 % if `total` is 0."""
+    return f"{100 * part // total if total else 100} %"
 
 
 def size(nbytes: int) -> str:
@@ -123,9 +125,9 @@ def size(nbytes: int) -> str:
 
 
 def stats_line(stats: GenerationStats, plan: Plan) -> str:
-    """The closing line of a generation, and one for each of several ranks.
+    """The stats of a generation in one line, and a line for each of several ranks.
 
-    Flash bytes are per token, or totals if the plan reads flash once; a rank's are totals.
+    Flash bytes are per token, or totals if the plan reads flash once; ranks' are totals.
     """
 
     def read(nbytes: int) -> str:
@@ -159,18 +161,18 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
     )
 
 
-def _rank_line(found: RankStats) -> str:
-    layers = layer_words(found.first_layer, found.first_layer + found.layers)
+def _rank_line(stats: RankStats) -> str:
+    layers = layer_words(stats.first_layer, stats.first_layer + stats.layers)
     return (
-        f"\nrank {found.rank}: {layers}; peak {format_bytes(found.peak_memory_bytes)} of "
-        f"{format_bytes(found.budget_bytes)}; flash {format_bytes(found.flash_bytes_read)}; "
-        f"{found.hops.messages} messages, {format_bytes(found.hops.sent_bytes)} sent; "
-        f"waited {found.hops.waited_seconds:.2f} s for others"
+        f"\nrank {stats.rank}: {layers}; peak {format_bytes(stats.peak_memory_bytes)} of "
+        f"{format_bytes(stats.budget_bytes)}; flash {format_bytes(stats.flash_bytes_read)}; "
+        f"{stats.hops.messages} messages, {format_bytes(stats.hops.sent_bytes)} sent; "
+        f"waited {stats.hops.waited_seconds:.2f} s for others"
     )
 
 
 def short(number: float) -> str:
-    """A number with three significant digits, or with all digits before the point if those are more."""
+    """A number with three significant digits, or all digits before the point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -179,12 +181,12 @@ def percent(share: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text` made safe for a terminal: control characters that could steer it become U+FFFD."""
+    """`text` with control characters, which could steer a terminal, replaced by U+FFFD."""
     return _CONTROLS.sub("\ufffd", text)
 
 
 def duration(seconds: float | None) -> str:
-    """A duration such as `3 min 20 s`; a question mark if it isn't known."""
+    """A duration such as `3 min 20 s`; a question mark for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -192,7 +194,7 @@ def duration(seconds: float | None) -> str:
 
 
 def parts(plan: Plan) -> list[tuple[str, int]]:
-    """The plan's parts with their bytes. Parts of no bytes are left out."""
+    """The names and bytes of the plan's parts, without empty ones."""
     parts = [
         ("weights of every token", plan.resident_weights_bytes),
         ("predictors", plan.predictor_bytes),

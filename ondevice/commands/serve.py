@@ -109,7 +109,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
     names = {field.name for field in fields(ServeConfig)}
     given: dict[str, Any] = {name: value for name, value in values.items() if name in names}
     config = ServeConfig(**given)
-    # Before models are resolved, so that plans count what the server's packages take.
+    # Imported before models are resolved, so that plans count the server's packages.
     from ondevice.serve.server import serve as serve_until_stopped
     from ondevice.serve.warm import read_warm
 
@@ -120,7 +120,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
         require_alone(values, "a server of several models")
     if len(named) > 1 and values["dram_budget"] == RuntimeConfig.dram_budget:
         values["dram_budget"] = _budget_of_all()
-    # The last to be resolved is the first model, so that the plan counts what the others have left behind.
+    # The first model is resolved last, so that its plan counts the memory that resolving the others leaves.
     facts: list[ModelFacts] = []
     known: dict[str, tuple[Path, RuntimeConfig]] = {}
     for each in reversed(named):
@@ -154,7 +154,7 @@ def require_packages() -> None:
 
 
 def _log_plan(resolved: ResolvedModel) -> None:
-    """Log the plan, and what options do to the text."""
+    """Log the plan, and the options' effects on the text."""
     from ondevice.commands import reports
     from ondevice.serve.metrics import log_event
 
@@ -175,7 +175,7 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
 
 
 def _budget_of_all() -> int:
-    """What `auto` means for several models together. Of each alone it would mean what that one can use."""
+    """The budget that `auto` means for several models together."""
     from ondevice.budget.limits import allowance
     from ondevice.units import memory_rooms, process_memory
 
@@ -190,14 +190,14 @@ def _require_different(facts: list[ModelFacts]) -> None:
 
 
 class _Log(logging.Handler):
-    """Says what the server logs, a JSON object a line, whether or not --verbose is given."""
+    """Writes the server's log to stderr, with or without --verbose."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
 
 
 class _PlainLog(_Log):
-    """The same for what uvicorn, and the runtime under the server, log in words of their own."""
+    """Writes the plain messages of uvicorn and the runtime as JSON objects."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({"event": record.name, "message": super().format(record).strip()})
@@ -205,7 +205,7 @@ class _PlainLog(_Log):
 
 @contextmanager
 def _logging() -> Iterator[None]:
-    """A context in which the server's log is said."""
+    """A context in which the server's log is written to stderr."""
     kept = []
     for name, level, handler in (
         ("ondevice", logging.NOTSET, _PlainLog()),

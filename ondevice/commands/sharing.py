@@ -1,4 +1,4 @@
-"""What a command does where several machines share its model."""
+"""The part of a command that concerns several machines with one model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _transport: MlxTransport | None = None
 
 
 def joined() -> Member | None:
-    """This process as a rank's engine; None where the whole model is here."""
-    # Most processes are alone, and importing what ranks need takes a quarter of a command's start.
+    """This process as a rank's engine; None if it isn't one."""
+    # Importing the ranks' modules takes a quarter of a command's start.
     if CHILD not in os.environ:
         return None
     from ondevice.distributed.member import joined as member
@@ -37,10 +37,10 @@ def joined() -> Member | None:
 
 
 def start(model: str | None, values: dict[str, Any]) -> None:
-    """Start again under a supervisor if `--hosts` asks for that and this process isn't there yet.
+    """Start again under a supervisor if `--hosts` is given and this process has none.
 
-    Takes `hosts` out of the options' values, and puts this host's budget in. Called before a command reads
-    stdin, which it could read only once. Raises UsageError for what one machine alone can do.
+    Removes `hosts` from the options' values, and sets this host's budget. Called before a command reads
+    stdin, which can be read only once. Raises UsageError for options that need a single machine.
     """
     if values.get("prompt_cache"):
         require_alone(values, "--prompt-cache")
@@ -57,10 +57,8 @@ def start(model: str | None, values: dict[str, Any]) -> None:
 
 
 def _arguments(model: str | None) -> list[str]:
-    """The command line of ranks other than 0: the model, and those options of running it that were given.
-
-    Prompts, keys and files are rank 0's alone. The others need a command only to serve layers from.
-    """
+    """The command line of ranks other than 0, which only serve layers: the model, and options of running
+    it."""
     context = get_current_context()
     given = {
         RUNTIME_OPTIONS[name].flag: context.params[name]
@@ -72,24 +70,24 @@ def _arguments(model: str | None) -> list[str]:
 
 
 def require_alone(values: dict[str, Any], what: str) -> None:
-    """Raises UsageError where several machines share the model, for what they can't do."""
+    """Raises UsageError if several machines share the model. what: the feature that needs a single one."""
     if joined() is not None or values.get("hosts"):
         raise UsageError(f"{what} runs on one machine only: leave it out, or run without --hosts")
 
 
 def resolved_part(model: str | None, runtime: RuntimeConfig) -> ResolvedModel | None:
-    """This rank's part of the model, or None where the whole model is here.
+    """This rank's part of the model; None on a single machine.
 
-    On ranks other than 0 it serves layers instead, and raises Exit at the end.
+    Ranks other than 0 serve layers here, and raise Exit at the end.
     """
     member = joined()
     if member is None:
         return None
-    from ondevice.budget.claims import count_beside
+    from ondevice.budget.claims import count_other_processes
     from ondevice.distributed.hosts import RING, named_budget
     from ondevice.distributed.transport import MlxTransport
 
-    count_beside(member.place.beside_bytes)
+    count_other_processes(member.place.other_process_bytes)
     with member.joining():
         transport = MlxTransport(RING)
     with named_budget(member.place.dram_budget):
@@ -118,7 +116,7 @@ def _part(transport: MlxTransport, model: str | None, runtime: RuntimeConfig) ->
 
 
 def _warn_of_pressure(runtime: RuntimeConfig) -> None:
-    """Say that budgets stay as they are, where it was asked for that they yield."""
+    """Warn that budgets stay as they are, if `--memory-pressure auto` is given."""
     context = get_current_context(silent=True)
     source = None if context is None else context.get_parameter_source("memory_pressure")
     if runtime.memory_pressure == "auto" and source not in (None, ParameterSource.DEFAULT):
@@ -126,7 +124,7 @@ def _warn_of_pressure(runtime: RuntimeConfig) -> None:
 
 
 def _report(error: Exception) -> None:
-    """Say on every rank what ends the run, and have the supervisor end it."""
+    """Show the error that ends the run on every rank, and have the supervisor end it."""
     member = joined()
     assert member is not None
     code, text = OndeviceError.exit_code, f"{type(error).__name__}: {error}"
@@ -136,11 +134,11 @@ def _report(error: Exception) -> None:
 
 
 def later_layers() -> LaterLayers | None:
-    """The layers of other ranks, for the model that `resolved_part` gave."""
+    """The layers of other ranks, for the model of `resolved_part`."""
     return _later
 
 
 def leave() -> None:
-    """Let the other ranks have what they were sent last. Called when the model is closed."""
+    """Close the transport after its last messages. Called when the model is closed."""
     if _transport is not None:
         _transport.close()

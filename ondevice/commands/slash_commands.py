@@ -27,7 +27,7 @@ COMMANDS = ("/help", "/reset", "/save", "/load", "/stats", "/budget", *QUIT)
 def chat_command(model: Model, session: Session, line: str) -> str:
     """Run the slash command in `line` and return the text to show.
 
-    Raises UsageError for an unknown command or a missing argument, and what the command itself raises.
+    Raises UsageError for an unknown command or a missing argument, and what the command raises.
     """
     command, _, argument = line.partition(" ")
     argument = argument.strip()
@@ -60,12 +60,12 @@ def is_command(line: str) -> bool:
 
 
 def is_known_command(line: str) -> bool:
-    """True if a line begins with a known command, as a line of pasted text hardly does by chance."""
+    """Whether a line begins with a known command, as pasted text hardly does by chance."""
     return line.partition(" ")[0] in COMMANDS
 
 
 def message(line: str) -> str:
-    """The message in a line that is no command: `//` at its start means one `/`."""
+    """The message in a line that isn't a command: `//` at its start means one `/`."""
     return line.removeprefix("/")
 
 

@@ -1,4 +1,4 @@
-"""`ondevice split`: writes each host's layers of a model as a bundle of their own."""
+"""`ondevice split`: writes each host's layers of a model as a bundle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def split(
     bundle, planned = plan_model(model, hosts, runtime_config(values))
     if output is None:
         path = bundle.path.absolute()
-        # Nothing is written beside the model that ships, which lies in the package.
+        # The shipped model is in the package, where nothing is written.
         folder = model_home() if path.parent == shipped_folder() else path.parent
         output = folder / f"{path.name}-slices"
     written = []
@@ -51,7 +51,7 @@ def split(
         say(f"rank {rank}: {layer_words(first, stop)} ...")
         part = rank_bundle(bundle, first, stop)
         written.append(api.write_slice(part, output / f"rank-{rank}", force=force))
-    found = division_json(bundle, planned)
-    for share, path in zip(found["ranks"], written, strict=True):
+    division = division_json(bundle, planned)
+    for share, path in zip(division["ranks"], written, strict=True):
         share["path"] = str(path)
-    print_result(as_json, found, slices_text(planned, written))
+    print_result(as_json, division, slices_text(planned, written))

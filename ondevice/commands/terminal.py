@@ -24,21 +24,18 @@ def say(message: str, newline: bool = True) -> None:
 
 
 def take_interrupts() -> None:
-    """Turn interrupts into KeyboardInterrupt from here on, because there is now something to clean up."""
+    """From now on, turn interrupts into KeyboardInterrupt, so that they can be cleaned up after."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def can_ask() -> bool:
-    """True if somebody at a terminal can answer a question."""
+    """Whether there is a terminal at which a question can be answered."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def confirm(question: str, yes: bool, otherwise: str) -> None:
-    """Ask on stderr, unless `yes` is given. Raises UsageError with `otherwise` if the answer isn't yes.
-
-    It is also raised where nobody can be asked.
-    """
+    """Ask on stderr, unless `yes`. Raises UsageError with `otherwise` without a positive answer."""
     if yes:
         return
     if not can_ask():
@@ -57,7 +54,7 @@ def _writer() -> Callable[[str], None]:
     shown = harmless if sys.stdout and sys.stdout.isatty() else str
 
     def write(text: str) -> None:
-        # Without `color`, click would strip what looks like terminal escape sequences from a pipe.
+        # Without `color`, click strips what looks like escape sequences from a pipe.
         click.echo(shown(text), nl=False, color=True)
         sys.stdout.flush()
 

@@ -58,22 +58,22 @@ def training_options(command: Callable[..., Any], tokens: int = TRAIN_TOKENS) ->
 
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
-"""Further options of a training whose result is run to be measured."""
+"""Further options of a training that measures its result."""
 TRAINING_BACKENDS = tuple(name for name in RUNTIME_OPTIONS["backend"].choices if name != "reference")
-"""`reference` multiplies every neuron, so there is nothing to predict for it."""
+"""Without `reference`, which multiplies every neuron, so that there is nothing to predict."""
 backend_options = add_options({"backend": replace(RUNTIME_OPTIONS["backend"], choices=TRAINING_BACKENDS)})
 """Further options of a training that more than one backend can do."""
 
 
 def _print_trained(run: Callable[..., Any], table: Callable[[Any], str], text: str, as_json: bool) -> None:
-    """Train on a text, and print what was found. run takes the text and `on_progress`."""
+    """Train on a text, and print the result. run: takes the text and `on_progress`."""
     from ondevice.commands.training_reports import trained_facts
 
     content = TextParts(text)
     take_interrupts()
     with progress() as show:
-        found = run(content, on_progress=show)
-    print_result(as_json, trained_facts(found), table(found))
+        sidecar = run(content, on_progress=show)
+    print_result(as_json, trained_facts(sidecar), table(sidecar))
 
 
 @click.group(cls=CommandGroup)
@@ -207,7 +207,7 @@ def streams(
     chosen: Any = {"mode": mode, "tokens": tokens}
     chosen |= {name: value for name, value in shape.items() if value is not None}
     with progress() as show:
-        found = training.train_streams(
+        sidecar = training.train_streams(
             model,
             content,
             output=output,
@@ -216,4 +216,4 @@ def streams(
             **chosen,
         )
     config = Bundle.open(find_model(model)).config
-    print_result(as_json, reports.stream_facts(found, config), reports.stream_table(found, config))
+    print_result(as_json, reports.stream_facts(sidecar, config), reports.stream_table(sidecar, config))

@@ -18,31 +18,31 @@ from ondevice.units import format_bytes
 
 
 def trained_facts(
-    found: Predictors | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
+    sidecar: Predictors | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
 ) -> dict[str, Any]:
-    """The object that `--json` prints of every training but that of streams."""
-    shown = asdict(found)
+    """The object that `--json` prints of every training except that of streams."""
+    shown = asdict(sidecar)
     return {key: value for key, value in shown.items() if key not in ("model", "tokenizer", "sha256", "crcs")}
 
 
-def predictor_table(found: Predictors) -> str:
-    """`train predictors` for people: each layer's rank, and per recall target the means and the quality."""
+def predictor_table(predictors: Predictors) -> str:
+    """`train predictors` for people: each layer's rank, and per recall target the errors and the quality."""
     lines = [
-        f"ranks by layer: {' '.join(map(str, found.ranks))}; {found.bits} bits; trained on "
-        f"{found.trained_tokens} tokens, measured on {found.measured_tokens}",
+        f"ranks by layer: {' '.join(map(str, predictors.ranks))}; {predictors.bits} bits; trained on "
+        f"{predictors.trained_tokens} tokens, measured on {predictors.measured_tokens}",
         "recall  missed  most of a layer  selected  perplexity  agrees with dense",
     ]
-    for point in found.points:
+    for point in predictors.points:
         missed, most = (100 * of(point.false_negatives) for of in (mean, max))
         selected = f"{100 * mean(point.selected):6.1f} %"
         lines.append(f"{point.recall:<8g}{missed:4.2f} %  {most:13.2f} %  {selected}  {_quality(point)}")
-    dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
+    dense = "" if predictors.perplexity is None else f"{predictors.perplexity:.3f}"
     lines.append(f"dense      0 %              0 %   100.0 %  {dense}")
     return "\n".join(lines)
 
 
 def expert_cost_table(costs: ExpertCosts) -> str:
-    """`train expert-costs` for people: by number of experts, the perplexity and what was in memory."""
+    """`train expert-costs` for people: by number of experts, perplexity and shares in memory."""
     lines = [
         f"fewer experts, measured token by token on {costs.measured_tokens} tokens, with room for "
         f"{costs.in_memory} experts:",
@@ -66,50 +66,51 @@ def _perplexity(point: ExpertCost, baseline: ExpertCost) -> str:
     return f"{shown}{100 * (point.perplexity / baseline.perplexity - 1):+8.2f} %"
 
 
-def expert_use_table(found: ExpertUse) -> str:
-    """`train expert-use` for people: what caches hit, by the number of experts that they keep."""
-    lines = [f"counted on {found.tokens:,} tokens; hits of {found.replayed_tokens:,} by experts kept:"]
-    lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in found.points]
+def expert_use_table(use: ExpertUse) -> str:
+    """`train expert-use` for people: hits of caches, by the number of experts that they keep."""
+    lines = [f"counted on {use.tokens:,} tokens; hits of {use.replayed_tokens:,} by experts kept:"]
+    lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in use.points]
     return "\n".join(lines)
 
 
-def ngrams_table(found: Ngrams) -> str:
-    """`train ngrams` for people: the size of the datastore, and what its index takes of memory."""
-    pages = found.pages + found.frequent
+def ngrams_table(ngrams: Ngrams) -> str:
+    """`train ngrams` for people: the sizes of the datastore, and of its index in memory."""
+    pages = ngrams.pages + ngrams.frequent
     return "\n".join(
         [
-            f"datastore of {found.tokens:,} tokens: {format_bytes(pages * PAGE_BYTES)} in {pages:,} pages",
-            f"{found.frequent:,} frequent contexts have a page of their own",
-            f"in memory while it drafts: {format_bytes(index_bytes(found) + READER_BYTES)}",
+            f"datastore of {ngrams.tokens:,} tokens: {format_bytes(pages * PAGE_BYTES)} in {pages:,} pages",
+            f"{ngrams.frequent:,} frequent contexts have a page of their own",
+            f"in memory while it drafts: {format_bytes(index_bytes(ngrams) + READER_BYTES)}",
         ]
     )
 
 
-def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:
+def stream_facts(streams: MultiStreams, config: ModelConfig) -> dict[str, Any]:
     """Content of `streams.json`, the parameters that streams add, and those of as many Medusa heads."""
     return {
-        **trained_facts(found),
-        "adapter_parameters": found.adapter_parameters(config),
-        "embedding_parameters": found.embedding_parameters(config),
-        "medusa_parameters": medusa_parameters(config, found.streams),
+        **trained_facts(streams),
+        "adapter_parameters": streams.adapter_parameters(config),
+        "embedding_parameters": streams.embedding_parameters(config),
+        "medusa_parameters": medusa_parameters(config, streams.streams),
     }
 
 
-def stream_table(found: MultiStreams, config: ModelConfig) -> str:
+def stream_table(streams: MultiStreams, config: ModelConfig) -> str:
     """`train streams` for people: the parameters added, those of as many Medusa heads, acceptance rates."""
-    added = found.adapter_parameters(config) + found.embedding_parameters(config)
-    medusa = medusa_parameters(config, found.streams)
+    added = streams.adapter_parameters(config) + streams.embedding_parameters(config)
+    medusa = medusa_parameters(config, streams.streams)
     lines = [
-        f"{found.mode}; layers {found.first_layer} to {config.num_layers - 1}; ranks {found.attention_rank} "
-        f"of attention, {found.feed_forward_rank} of the feed-forward",
-        f"{found.bits} bits; trained on {found.trained_tokens} tokens, measured on {found.measured_tokens}",
-        _counted("adapters", found.adapter_parameters(config)),
-        _counted("embeddings", found.embedding_parameters(config)),
-        _counted(f"{found.streams} streams", added),
-        f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {short(medusa / added)} times as many",
+        f"{streams.mode}; layers {streams.first_layer} to {config.num_layers - 1}; ranks "
+        f"{streams.attention_rank} of attention, {streams.feed_forward_rank} of the feed-forward",
+        f"{streams.bits} bits; trained on {streams.trained_tokens} tokens, measured on "
+        f"{streams.measured_tokens}",
+        _counted("adapters", streams.adapter_parameters(config)),
+        _counted("embeddings", streams.embedding_parameters(config)),
+        _counted(f"{streams.streams} streams", added),
+        f"{_counted(f'{streams.streams} heads of Medusa', medusa)}, {short(medusa / added)} times as many",
         "right, where all streams before were:",
     ]
-    for stream, share in enumerate(found.acceptance, 1):
+    for stream, share in enumerate(streams.acceptance, 1):
         lines.append(f"{f'stream {stream}':<22}{percent(share):>12}")
     return "\n".join(lines)
 

@@ -17,9 +17,9 @@ def verify(model: str | None) -> None:
 
     take_interrupts()
     with progress() as show:
-        found = api.verify(
+        report = api.verify(
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
-    click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
-    if found.unused:
-        say(f"not used, and not checked: {', '.join(found.unused)}; nothing in the bundle refers to them")
+    click.echo(f"ok: {len(report.files)} files, {report.nbytes} bytes, {report.checksums} checksums")
+    if report.unused:
+        say(f"not used, and not checked: {', '.join(report.unused)}; nothing in the bundle refers to them")

@@ -21,7 +21,7 @@ from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens
 from ondevice.budget.token_costs import TokenBytes, active_shares, token_bytes
 from ondevice.bundle.parts import layer_words, part_expert_use, part_predictors, part_streams
-from ondevice.bundle.quantisation_section import part_quant
+from ondevice.bundle.quantization_section import part_quant
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, UnsupportedModelError, UsageError

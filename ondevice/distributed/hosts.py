@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ondevice.bundle.files import read_whole
+from ondevice.bundle.files import read_file
 from ondevice.bundle.strict_json import Section, parse_json
 from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import BudgetError, BundleError, UsageError
@@ -66,7 +66,7 @@ def read_host_file(path: str | Path) -> HostFile:
     if not path.is_file():
         raise UsageError(f"there is no host file {path}")
     try:
-        hosts = _host_file(parse_json(read_whole(path, MAX_FILE_BYTES), where), where)
+        hosts = _host_file(parse_json(read_file(path, MAX_FILE_BYTES), where), where)
     except BundleError as error:
         raise UsageError(f"{error.for_command_line}") from error
     except OSError as error:

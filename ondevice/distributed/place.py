@@ -44,14 +44,14 @@ class EnginePlace:
     """A rank as its engine sees it.
 
     fd: of the connection to its supervisor. dram_budget: what the host file says, "" for nothing.
-    beside_bytes: memory of its supervisor, and of what started the other ranks.
+    other_process_bytes: memory of its supervisor, and of what started the other ranks.
     """
 
     rank: int
     size: int
     fd: int
     dram_budget: str = ""
-    beside_bytes: int = 0
+    other_process_bytes: int = 0
 
     def to_text(self) -> str:
         """The place as a value for the environment."""
@@ -65,7 +65,7 @@ class EnginePlace:
             budget = section.get("dram_budget") and section.text("dram_budget", _MAX_TEXT)
             size = section.integer("size", 2, MAX_RANKS)
             rank, fd = section.integer("rank", 0, size - 1), section.integer("fd", 3, 1 << 20)
-            return cls(rank, size, fd, budget, section.integer("beside_bytes", 0, 1 << 40))
+            return cls(rank, size, fd, budget, section.integer("other_process_bytes", 0, 1 << 40))
         except BundleError as error:
             raise UsageError(f"{error.for_command_line}; only ondevice itself sets {CHILD}") from error
 

@@ -55,14 +55,14 @@ class Recorded:
 
 def read_recorded(folder: Path) -> Recorded:
     """The recording beside the model. Raises BundleError if it is missing, damaged or another model's."""
-    from ondevice.bundle.files import contained, read_whole
+    from ondevice.bundle.files import contained, read_file
     from ondevice.bundle.layout import MANIFEST
     from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
 
-    data = read_whole(contained(folder.resolve(), RECORDED), MAX_JSON_BYTES)
+    data = read_file(contained(folder.resolve(), RECORDED), MAX_JSON_BYTES)
     section = Section(parse_json(data, RECORDED), RECORDED)
     section.equal("version", RECORDED_VERSION)
-    manifest = sha256(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).hexdigest()
+    manifest = sha256(read_file(folder / MANIFEST, MAX_JSON_BYTES)).hexdigest()
     if section.text("manifest_sha256", 64) != manifest:
         raise BundleError(f"{RECORDED} was recorded with another model than {folder} holds; record it anew")
     recorded = Recorded(

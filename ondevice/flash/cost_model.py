@@ -1,12 +1,12 @@
 """Cost model of random reads on the device that holds a model: measured once, then stored with its date.
 
-With `threads` reads under way at once, a read of s bytes takes the device a + c * s seconds: a per read, c
-per byte. So reading through a gap of up to a / c bytes between two records costs less than a second read.
-The rate at a record's size tells how many threads pay off and how much can be read ahead in a given time.
+With `threads` reads at once, a read of s bytes takes the device a + c * s seconds: a per read, c per byte. So
+reading through a gap of up to a / c bytes between two records costs less than a second read. The rate at a
+record's size tells how many threads pay off and how much can be read ahead in a given time.
 
-A device may have been slower, or faster, all the while it was measured. `RateCheck` in `rate_check.py`
-compares the reads of passes, and doubts stored costs that are wrong by a factor of DIFFERENT: the next load
-measures again.
+`RateCheck` in `rate_check.py` compares the reads of passes with stored costs, and doubts costs that are wrong
+by a factor of DIFFERENT, as a device may be slower or faster while it is measured: the next load measures
+again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 THREADS = (16, 32, 48)
-LEAST_READ_BYTES, MAX_RUN_BYTES = 4 << 10, 64 << 10
+MIN_READ_BYTES, MAX_RUN_BYTES = 4 << 10, 64 << 10
 BATCH_BYTES, SLICES = 3 << 20, 5
-"""Bytes per batch, and batches per size and number of threads: some 200 MB in all, in under half a second."""
+"""Bytes per batch, and batches per size and number of threads: about 200 MB, in under half a second."""
 WORTH = 1.1
 """Speed-up above which more threads are used."""
 KEPT, KEPT_DISTURBED = timedelta(days=30), timedelta(hours=1)
@@ -47,15 +47,15 @@ GAP_BYTES = range(4 << 10, 48 << 10)
 AGREED_READS = 16 << 10, THREADS[1]
 """Bytes and threads of the reads by which two measurements are compared."""
 DIFFERENT = 2.0
-"""Factor between a rate and a stored one from which on the stored one is wrong."""
+"""Smallest factor between a rate and a stored one with which the stored one is wrong."""
 VERSION = 3
 MAX_STORE_BYTES = 1 << 20
 
 Standing = Literal["measured", "doubted", "confirmed"]
 """How far costs are trusted.
 
-`doubted` ones are measured again when they are next wanted. `confirmed` ones were doubted, and a second
-measurement agreed with the first: reads of passes say nothing against these."""
+`doubted` ones are measured again when they are next needed. `confirmed` ones were doubted, and a second
+measurement agreed with the first: they are never doubted again."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CostModel:
     standing: Standing = "measured"
 
     def threads(self, nbytes: int) -> int:
-        """The fewest threads that read `nbytes` at a time about as fast (`WORTH`) as the best number does."""
+        """The fewest threads that read `nbytes` at a time about as fast (`WORTH`) as the best number."""
         rates = {threads: self.bytes_per_second(nbytes, threads) for threads in self._threads}
         return min(threads for threads, rate in rates.items() if rate * WORTH >= max(rates.values()))
 
@@ -83,7 +83,7 @@ class CostModel:
 
     @property
     def kept(self) -> timedelta:
-        """Time for which it is trusted: short if a rate lies far from the fitted line, 0 if doubted."""
+        """Time for which the costs are trusted: short if a rate is far from the fitted line, 0 if doubted."""
         if self.standing == "doubted":
             return timedelta(0)
         disturbed = any(
@@ -96,7 +96,7 @@ class CostModel:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether it is new enough to be used."""
+        """Whether the costs are new enough to be used."""
         return _age(self) < self.kept
 
     def gap_bytes(self, threads: int) -> int:
@@ -146,11 +146,11 @@ _warned: set[str] = set()
 
 
 def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
-    """The cost model of the device that holds `files`: the stored one, or one measured now, in half a second.
+    """The cost model of the device that holds `files`: the stored one, or one measured in half a second.
 
     files: their records have one size. store: a JSON file with the costs of all devices, by default in the
-    user's cache folder. If it can't be read, the device is measured again; if it can't be written, the
-    measurement isn't kept. A device that can't be measured gets `UNMEASURED`, with one warning.
+    user's cache folder. An unreadable store is ignored. A device that
+    can't be measured gets `UNMEASURED`, with one warning.
     """
     store = store or _default_store()
     try:
@@ -164,7 +164,7 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
     if before is not None and before.is_trusted:
         return before
     record = sum(files[0].crc_units)
-    least = -(-LEAST_READ_BYTES // record)
+    least = -(-MIN_READ_BYTES // record)
     runs = [least << double for double in range(8) if (least << double) * record <= MAX_RUN_BYTES] or [1]
     try:
         rates = measure_records(files, THREADS, runs, BATCH_BYTES // record, SLICES)
@@ -188,7 +188,7 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
 
 
 def known_costs(path: Path, store: Path | None = None) -> CostModel | None:
-    """The stored costs of the device that holds `path`; None where they aren't known or too old.
+    """The stored costs of the device that holds `path`; None if they are unknown or too old.
 
     store: as in `device_costs`. Raises OSError if there is no such path.
     """
@@ -197,9 +197,9 @@ def known_costs(path: Path, store: Path | None = None) -> CostModel | None:
 
 
 def doubt(costs: CostModel, store: Path | None = None) -> None:
-    """Have a device measured again when its costs are next wanted, unless somebody has measured it since.
+    """Have a device measured again when its costs are next needed, unless it has been measured since.
 
-    costs: as `device_costs` gave them. store: as there.
+    costs: as `device_costs` returned them. store: as there.
     """
     store = store or _default_store()
     known = _read_store(store)

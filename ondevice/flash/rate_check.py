@@ -1,7 +1,6 @@
 """Compares the reads of forward passes with the stored costs of their device, and doubts wrong ones.
 
-Passes that read little of each layer say nothing, as the device idles meanwhile. Those of a prompt, and
-of a cache that fills, keep it busy as the measurement did.
+Only passes that keep the device busy count, such as those of a prompt, or of a cache that fills.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from ondevice.units import format_bytes
 log = logging.getLogger(__name__)
 
 BUSY_READS = 4
-"""Reads of a layer, for each that may be under way at once, from which on a pass keeps the device busy."""
+"""Reads of a layer, per thread, from which on a pass keeps the device busy."""
 CHECKED_BYTES, CHECKED_PASSES = 64 << 20, 5
 """Bytes and busy passes after which the stored costs are judged, once for each loaded model."""
 
 
 class RateCheck:
-    """Watches a model's reads from its first pass on, until they suffice to judge the costs that it has.
+    """Watches a model's reads from its first pass on, until they suffice to judge its costs.
 
     Args:
-        reader: reads the model's neurons, which are all that it reads.
-        costs: of those reads, as `device_costs` gave them.
+        reader: reads the model's neurons, and nothing else.
+        costs: of those reads, as `device_costs` returned them.
         layers: the model's layers, each of which waits for its reads.
     """
 

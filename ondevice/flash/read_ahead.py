@@ -1,7 +1,7 @@
 """Read-ahead: extents are read in a fixed order into a ring of slots, ahead of the compute on them.
 
 Every token uses every weight that isn't resident, in the same order, so the next extent is always known. The
-reader threads run ahead through the schedule as far as slots are free, so compute overlaps the reads.
+reader threads go through the schedule as far as slots are free, while the consumer computes.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ReadAhead:
     Args:
         reader: its threads read ahead and compare checksums.
         extents: the schedule.
-        slot_bytes: size of each slot, rounded up to whole pages. A slot must hold the largest extent's whole
-            checked units, to page boundaries.
+        slot_bytes: size of each slot, rounded up to whole pages. A slot must hold all checked units of the
+            largest extent, to page boundaries.
         slots: number of slots, at least 2. The consumer can hold all but one at a time.
         cyclic: whether the schedule begins again after its last extent.
-        memory: the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. If None, they
-            get memory of their own.
+        memory: for the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. None:
+            memory is allocated.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class ReadAhead:
         """The next extent's bytes: a read-only view of its slot, valid until its `release()` or a `rewind()`.
 
         Waits without the GIL until the bytes have arrived. Raises FlashReadError for an extent that couldn't
-        be read: it needs no release, and the following `next()` goes on after it. Raises IndexError past the
-        end of a schedule that isn't cyclic, ValueError if all slots but one are held.
+        be read: it needs no release, and the following `next()` continues after it. Raises IndexError past
+        the end of a schedule that isn't cyclic, ValueError if all slots but one are held.
         """
         return self._native.next()
 
@@ -90,7 +90,7 @@ class ReadAhead:
     def rewind(self) -> None:
         """Starts the schedule again and releases all slots that the consumer holds.
 
-        Free of cost if a cyclic schedule is at its start: extents already read ahead stay.
+        Costs nothing if a cyclic schedule is at its start: extents already read ahead stay.
         """
         self._native.rewind()
 

@@ -45,8 +45,8 @@ class FlashStats:
 class FlashReader:
     """A pool of reader threads over the files of a bundle; `ReadAhead` reads ahead through the same pool.
 
-    Every read is checked: its CRC-32Cs are compared, and its float16 values (scales, biases, unquantised
-    weights) must be finite. A value that isn't finite counts as damage even if the checksum matches.
+    Every read is checked: its CRC-32Cs must match, and its float16 values (scales, biases, unquantized
+    weights) must be finite, else it counts as damaged.
 
     Several threads may call it at once. A range is widened to the units that carry a checksum and to whole
     pages or blocks, so `bytes_read` exceeds the bytes requested. Bytes before a file's `crc_start` can't be
@@ -61,9 +61,9 @@ class FlashReader:
         io: `direct` reads past the page cache. `buffered` reads through it and drops the pages afterwards.
             `auto` is direct, or buffered for all files if one of their file systems refuses direct reads.
         threads: reads under way at once.
-        ring: one thread keeps them all under way through io_uring, if the system has it and reads are direct;
-            otherwise each has a thread. With io_uring, small reads take less than half the processor time
-            (4.2 against 10.5 microseconds for 8 KiB, 32 at once, as fio measures it, at the same rate).
+        ring: use io_uring with one thread, if the system has it and reads are direct; otherwise each read has
+            a thread. With io_uring, small reads take less than half the processor time (4.2 against 10.5
+            microseconds for 8 KiB, 32 at once, as fio measures it, at the same rate).
     """
 
     def __init__(
@@ -107,14 +107,11 @@ class FlashReader:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging buffers, from which reads are copied into the caller's array.
-
-        They grow to one buffer for every read under way or just ended.
-        """
+        """Bytes of the staging buffers, one for every read under way or just ended."""
         return self.native.staging_bytes
 
     def trim(self) -> None:
-        """Frees the staging buffers, after loading. Later reads allocate what they need, which is less."""
+        """Frees the staging buffers, after loading. Later reads allocate fewer."""
         self.native.trim()
 
     def read(self, file_index: int, offset: int, nbytes: int, out: Bytes | None = None) -> Bytes:

@@ -1,7 +1,6 @@
 """Measures random reads of files by the size of a read, through the readers of the runtime.
 
-The units that carry a checksum are always read and compared whole, so a read of a given size is as many whole
-units as its pages hold.
+A read of a given size is as many whole checked units as its pages hold.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ READ_BYTES = tuple(PAGE_BYTES << doubling for doubling in range(9))
 """Default sizes of a read: 4 KiB to 1 MiB."""
 MEASURED_SECONDS = 0.15
 SLICES = 5
-LEAST_RUNS = 16
+MIN_RUNS = 16
 PLACES = 1024
 """Distinct reads of one size; after these, the sequence repeats."""
 
@@ -78,11 +77,12 @@ def measure_throughput(
 def measure_records(
     files: Sequence[CheckedFile], threads: Sequence[int], runs: Sequence[int], batch: int, slices: int
 ) -> tuple[ReadRate, ...]:
-    """Rates of random runs of whole records, read as forward passes read them.
+    """Rates of random runs of records, read as forward passes read them.
 
-    Rates come by number of threads and then by records in a run. `read_bytes` of a rate is the mean size of
-    its reads, in whole blocks. Runs that no file has enough of are left out. All combinations are measured in
-    turns, and the best of each counts, as other programs use the device too. Raises FlashReadError.
+    Rates are sorted by number of threads and then by records in a run. `read_bytes` of a rate is the mean
+    size of its reads, in whole blocks. Runs that no file has enough of are left out. All combinations are
+    measured alternately, and the best of each counts, as other programs use the device too. Raises
+    FlashReadError.
 
     Args:
         files: their records have one size.
@@ -117,7 +117,7 @@ def _batch_rate(
     batch, record = slots.shape
     places = (files[index].nbytes - files[index].crc_start) // record // (2 * run)
     count = min(batch // run, places)
-    if count < LEAST_RUNS:
+    if count < MIN_RUNS:
         return None
     first = 2 * run * np.sort(rng.choice(places, count, replace=False))
     ids = (first[:, None] + np.arange(run)).ravel().astype(np.int32)
@@ -138,7 +138,7 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
     """
     rng = np.random.default_rng(nbytes)
     large = [index for index, file in enumerate(files) if file.nbytes - file.crc_start >= nbytes]
-    found = []
+    runs = []
     for index in rng.choice(large, PLACES).tolist() if large else ():
         file = files[index]
         bounds = np.cumsum((0, *file.crc_units))
@@ -148,8 +148,8 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
         first = begin - begin % period + int(bounds[np.searchsorted(bounds, begin % period)])
         last = end - end % period + int(bounds[np.searchsorted(bounds, end % period, "right") - 1])
         if first < last:
-            found.append(Extent(index, file.crc_start + first, last - first))
-    return found
+            runs.append(Extent(index, file.crc_start + first, last - first))
+    return runs
 
 
 def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: int, seconds: float) -> float:

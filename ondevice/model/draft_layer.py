@@ -269,7 +269,7 @@ def load_draft_layer(
     Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
     """
     config = bundle.config
-    file = TensorFile(bundle, reader, bundle.added_file(layer.sidecar.tensors), 0)
+    file = TensorFile(bundle, reader, bundle.sidecar_file(layer.sidecar.tensors), 0)
     vectors = list(layer.vectors(config))
     parts: list[Part] = []
     for it in vectors:

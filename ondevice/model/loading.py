@@ -82,9 +82,9 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = F
     if sparsity == "exact" and bundle.config.zeros_gates:
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
-        files.append(bundle.added_file(PREDICTORS))
+        files.append(bundle.sidecar_file(PREDICTORS))
     if streams:
-        files.append(bundle.added_file(STREAMS))
+        files.append(bundle.sidecar_file(STREAMS))
     return files
 
 

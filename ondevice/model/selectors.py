@@ -55,7 +55,7 @@ def selector_parts(
             for layer in layers
         ]
     elif sparsity == "predicted" and point is not None and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
+        file = TensorFile(bundle, reader, bundle.sidecar_file(PREDICTORS), index)
         stored = RowFormat(bundle.predictors.bits)
         parts = [
             SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)

@@ -35,7 +35,7 @@ def load_streams(
     config, streams = bundle.config, bundle.streams
     if streams is None:
         raise BundleError(f"the bundle {bundle.path} has no {STREAMS}")
-    file = TensorFile(bundle, reader, bundle.added_file(STREAMS), file_index)
+    file = TensorFile(bundle, reader, bundle.sidecar_file(STREAMS), file_index)
     stored = RowFormat(streams.bits)
     begun = [_EmbeddingsPart(partial(file.vector, EMBEDDINGS), config.hidden_size)] if streams.begins else []
     matrices = [

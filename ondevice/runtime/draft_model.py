@@ -163,7 +163,7 @@ def open_draft_layer(
     runtime: resolved. target: the model's weights. max_context: tokens of the longest text.
     Raises what `load_draft_layer` raises.
     """
-    with FlashReader([bundle.added_file(layer.sidecar.tensors)], runtime.io) as reader:
+    with FlashReader([bundle.sidecar_file(layer.sidecar.tensors)], runtime.io) as reader:
         loaded = load_draft_layer(bundle, layer, reader, backend, target, max_context, cancelled)
     layout = KVLayout(loaded.config, runtime.kv_bits)
     kv = SequenceState(layout, backend.allocate_block, arrays=backend.new_arrays(layout))

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ondevice.bundle.draft_layers import SIDECAR_OF, DraftLayer
-from ondevice.bundle.files import read_whole
+from ondevice.bundle.files import read_file
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.ngrams import Ngrams
@@ -188,7 +188,7 @@ def _find_model(text: str, is_path: bool) -> Path:
 def _check_repository(folder: Path, repository: Repository) -> None:
     """Raises ModelNotFoundError if a bundle comes from another repository, or another file of it."""
     try:
-        source = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
+        source = parse_manifest(read_file(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
     except (BundleError, UnsupportedModelError):
         return
     origin = converted_from(source)

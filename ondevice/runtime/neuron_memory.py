@@ -25,12 +25,12 @@ from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.experts import ExpertFetcher
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
+from ondevice.sparsity.held_experts import HeldExperts
 from ondevice.sparsity.matrix_stream import MatrixStream
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.sparsity.whole_experts import WholeExperts
 from ondevice.stats import PassTimes
 from ondevice.units import trim_heap
 
@@ -183,7 +183,7 @@ def _expert_memory(
         )
         undo.pop_all()
     if backend.name == "mlx" and config.expert_layers:
-        return WholeExperts(fetcher, layers, segment.least, segment.total)
+        return HeldExperts(fetcher, layers, segment.least, segment.total)
     return fetcher
 
 
@@ -284,8 +284,8 @@ class WeightQuota:
             self._allocate(self._room(kv_bytes))
 
     def _room(self, kv_bytes: int) -> Held:
-        """The quota with `kv_bytes` of keys and values. Larger quotas compare as greater."""
-        return self._plan.held_beside(kv_bytes, self._pass_tokens)
+        """Weights that fit beside `kv_bytes` of keys and values. More bytes never compare as less."""
+        return self._plan.held_weights(kv_bytes, self._pass_tokens)
 
     def _allocate(self, held: Held) -> None:
         shape = self._plan.segment

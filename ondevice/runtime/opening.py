@@ -40,7 +40,7 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
 def open_datastore(bundle: Bundle, runtime: RuntimeConfig) -> Datastore:
     """The bundle's datastore, with its index read. Raises FlashReadError or BundleError."""
     assert bundle.ngrams is not None
-    return Datastore(bundle.added_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, runtime.io)
+    return Datastore(bundle.sidecar_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, runtime.io)
 
 
 def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:

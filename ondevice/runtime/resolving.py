@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 
 from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
-from ondevice.budget.claims import beside_bytes, others
+from ondevice.budget.claims import other_process_bytes, others
 from ondevice.budget.draft_layers import draft_layer_bytes, loaded_bytes
 from ondevice.budget.limits import (
     Allowance,
@@ -252,7 +252,7 @@ class _Measured:
 
 def held_bytes() -> int:
     """Memory of this process and of those counted to it."""
-    return process_memory().current_bytes + beside_bytes()
+    return process_memory().current_bytes + other_process_bytes()
 
 
 def _measured() -> _Measured:

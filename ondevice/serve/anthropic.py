@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, whole or as server-sent events, and the count of a prompt's tokens."""
+"""`/v1/messages`: Anthropic's API, at once or as server-sent events, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ from ondevice.errors import OndeviceError
 from ondevice.generate import Event
 from ondevice.records import dataclass
 from ondevice.serve.anthropic_messages import take_messages
-from ondevice.serve.asked import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    MAX_TOKENS,
-    Asked,
-    chosen,
-    take_limit,
-    take_temperature,
-    take_top_k,
-    take_top_p,
-)
 from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.exchange import (
     Service,
@@ -42,6 +31,17 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
+from ondevice.serve.generation_request import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    GenerationRequest,
+    chosen,
+    take_limit,
+    take_temperature,
+    take_top_k,
+    take_top_p,
+)
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
 from ondevice.serve.tools import (
@@ -61,15 +61,15 @@ from ondevice.stats import PromptUse
 
 @dataclass(frozen=True)
 class _Request:
-    asked: Asked
+    generation: GenerationRequest
     stream: bool
     managed: bool
-    """Whether the request says how its context is to be edited, which this server never does."""
+    """Whether the request asks for edits of its context, which this server never makes."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings of the request; a template may have more."""
-        return tuple(self.asked.options.get("stop", ()))
+        return tuple(self.generation.options.get("stop", ()))
 
 
 def routes(service: Service) -> list[Route]:
@@ -85,16 +85,16 @@ async def _messages(service: Service, request: Request) -> Response:
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
-        "model": wanted.asked.model.name,
+        "model": wanted.generation.model.name,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
     }
     if wanted.stream:
-        reading, opening = reading_of(service, wanted.asked), _Opening(head)
+        reading, opening = reading_of(service, wanted.generation), _Opening(head)
         parts = _events(service, wanted, opening, reading)
         return await streamed(parts, reading, Dialect(opening.ping, partial(_error, request.url.path)))
-    async with generation(service, wanted.asked) as running:
+    async with generation(service, wanted.generation) as running:
         events = [event async for event in running]
     calls = any(event.tool_call is not None for event in events)
     return json_answer(head | {"content": _blocks(events)} | _end(events[-1], wanted, calls))
@@ -107,7 +107,7 @@ async def _count(service: Service, request: Request) -> Response:
     _take_rest(fields)
     fields.close()
     try:
-        async with service.models.at_hand(model) as loaded:
+        async with service.models.ensure_loaded(model) as loaded:
             count = await asyncio.to_thread(conversation_tokens, loaded.model, messages, prompting)
     except OndeviceError as error:
         raise RequestError.of(error) from error
@@ -132,8 +132,10 @@ def _read(service: Service, fields: Fields) -> _Request:
     stream, managed = fields.boolean("stream"), fields.peek("context_management") is not None
     _take_rest(fields)
     fields.close()
-    asked = Asked(model, messages=messages, prompting=prompting, options=chosen(options))
-    return _Request(asked, stream, managed)
+    generation_request = GenerationRequest(
+        model, messages=messages, prompting=prompting, options=chosen(options)
+    )
+    return _Request(generation_request, stream, managed)
 
 
 def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Message, ...]]:
@@ -142,7 +144,7 @@ def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Me
 
 
 def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, Constraint | None]:
-    """Tools, and how much to think; and what the answer has to obey."""
+    """Tools and how much to think, and the answer's constraint."""
     tools, (choice, parallel) = take_tools(fields, anthropic_tool), _take_choice(fields)
     think, (effort, constraint) = _take_think(fields), _take_output(fields, model)
     think = effort if think is not False and effort is not None else think
@@ -150,7 +152,7 @@ def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, C
 
 
 def _take_choice(fields: Fields) -> tuple[Choice, bool]:
-    """What may be called, and whether several calls may come at once."""
+    """Which tools may be called, and whether several calls may come at once."""
     given = fields.object("tool_choice")
     if given is None:
         return AUTO, True
@@ -178,9 +180,8 @@ def _take_think(fields: Fields) -> Think:
 
 
 def _take_output(fields: Fields, model: ModelFacts) -> tuple[Think, Constraint | None]:
-    """How much to think by `output_config.effort`; and `output_config.format`, or `output_format`, as it was
-    called before.
-    """
+    """How much to think by `output_config.effort`, and the constraint of `output_config.format` or of the
+    older field `output_format`."""
     older = take_text_format(fields, "output_format")
     config = fields.object("output_config")
     if config is None:
@@ -200,18 +201,18 @@ def _take_rest(fields: Fields) -> None:
 
 def _blocks(events: list[Event]) -> list[dict[str, Any]]:
     """The reply as blocks, one for each run of thinking or text, and for each call."""
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     for event in events:
         kind = _kind(event)
         if event.tool_call is not None:
             call = event.tool_call
-            found.append(_call_block(call.id, call.name, call.arguments))
+            blocks.append(_call_block(call.id, call.name, call.arguments))
         if not event.text:
             continue
-        if not found or found[-1]["type"] != kind:
-            found.append(_new_block(kind))
-        found[-1][kind] += event.text
-    return found
+        if not blocks or blocks[-1]["type"] != kind:
+            blocks.append(_new_block(kind))
+        blocks[-1][kind] += event.text
+    return blocks
 
 
 def _kind(event: Event) -> str:
@@ -227,7 +228,7 @@ def _call_block(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _end(last: Event, wanted: _Request, calls: bool) -> dict[str, Any]:
-    """Why the reply ended, and its usage; and that the context wasn't edited, where that was asked for."""
+    """Why the reply ended, its usage, and an empty list of edits if the request asks for edits."""
     stats = last.stats
     assert stats is not None
     reason = "max_tokens" if last.finish_reason == "length" else "tool_use" if calls else "end_turn"
@@ -241,7 +242,7 @@ def _end(last: Event, wanted: _Request, calls: bool) -> dict[str, Any]:
 
 
 def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
-    """Tokens of a generation. A prompt's are counted apart: those that were computed, those that weren't."""
+    """Tokens of a generation: of the prompt, computed and reused ones, and generated ones."""
     return {
         "input_tokens": prompt.tokens - prompt.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -251,7 +252,7 @@ def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
 
 
 def _prompt(first: Event) -> PromptUse:
-    """What the prompt came to, of a generation's first event."""
+    """The prompt's use, from a generation's first event."""
     if first.prompt is not None:
         return first.prompt
     assert first.stats is not None
@@ -259,40 +260,38 @@ def _prompt(first: Event) -> PromptUse:
 
 
 class _Opening:
-    """The first event of a stream, which comes once: with the first token, or with a ping before that."""
+    """The first event of a stream, sent once: with the first token, or with an earlier ping."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = head
         self.is_told = False
 
     def tell(self, prompt: PromptUse) -> bytes:
-        """The event. prompt: as far as it is known."""
+        """The event. prompt: as far as known."""
         self.is_told = True
         message = self._head | {"usage": _usage(prompt, 0)}
         return sse({"type": "message_start", "message": message}, "message_start")
 
     def ping(self, reading: Reading) -> bytes:
-        """What the stream says where it has nothing to tell."""
+        """The events that the stream sends while there is no news."""
         reused = 0 if reading.progress is None else reading.progress.reused_tokens
         start = b"" if self.is_told else self.tell(PromptUse(reading.prompt_tokens, reused))
         return start + comment(reading) + sse({"type": "ping"}, "ping")
 
 
 def _error(path: str, error: RequestError) -> bytes:
-    """What ends a stream that breaks off."""
+    """The last event of a stream that fails."""
     return sse(error_body(path, error), "error")
 
 
 async def _events(
     service: Service, wanted: _Request, opening: _Opening, reading: Reading
 ) -> AsyncGenerator[bytes, None]:
-    """The stream."""
-
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)
 
     index, open_kind, calls, steps = -1, "", False, CallSteps()
-    async with generation(service, wanted.asked, reading) as running:
+    async with generation(service, wanted.generation, reading) as running:
         async for event in running:
             if not opening.is_told:
                 yield opening.tell(_prompt(event))

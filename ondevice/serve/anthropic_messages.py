@@ -13,15 +13,15 @@ from ondevice.serve.tools import call_message, checked_messages
 THINKING = ("thinking", "redacted_thinking")
 """Blocks of an assistant's turn that aren't its text."""
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""What Claude Code puts before its instructions for Anthropic's servers, with a value that changes with every
-request: a model doesn't read it, and no prompt would begin as the last one did."""
+"""Claude Code's first line of instructions, for Anthropic's servers. Its value changes with every request, so
+it is removed: otherwise no prompt would begin as the last one did."""
 TOOL_BLOCKS = {"assistant": "tool_use", "user": "tool_result"}
 """Blocks of calls and of results, by role."""
 ROLES = ("system", "user", "assistant")
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
-    """The messages of `system` and `messages`, in their order. Raises RequestError if no user speaks."""
+    """The messages of `system` and `messages`, in order. Raises RequestError without a user's message."""
     system = take_text(fields, "system", empty=True, unread=BILLING_HEADER)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for each in fields.objects("messages"):
@@ -32,7 +32,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _add(messages: list[dict[str, Any]], fields: Fields) -> None:
-    """Add a turn's messages: results of tools, and then its text. Turns of one role in a row are one."""
+    """Add a turn's messages: results of tools, then its text. Consecutive turns of one role are joined."""
     role = fields.required_text("role")
     if role not in ROLES:
         fields.refuse("role", f"is {role[:40]!r}; it must be {', '.join(ROLES)}")
@@ -67,7 +67,7 @@ def _thought(fields: Fields) -> str:
 
 
 def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of an assistant's turn and the results, as messages, of a user's."""
+    """The calls of an assistant's turn, and the results of a user's turn as messages."""
     value = fields.peek("content")
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []

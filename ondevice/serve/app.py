@@ -1,4 +1,4 @@
-"""The ASGI application: the routes of all dialects behind the guard, and the models' life."""
+"""The ASGI application: the routes of all dialects behind the guard, and the models' lifetime."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def make_service(
     load: Load,
     first: Model | None = None,
 ) -> Service:
-    """What a server answers with.
+    """The service of a server.
 
     Args:
-        config: which requests it takes.
+        config: the server's options.
         facts: the models, the first being the default.
         load: loads a model by name, under a budget.
         first: the default model, if it is loaded already. The application closes it at its end.
@@ -80,7 +80,7 @@ def make_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # Beside the first requests, which begin with as much as has been read by then.
+        # Runs with the first requests, which reuse what has been read by then.
         warming = asyncio.create_task(warm(app, service.models, warmed))
         try:
             yield

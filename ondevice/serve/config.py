@@ -1,4 +1,4 @@
-"""The server's options, each with its one default, and the limits that no option changes."""
+"""The server's options with their defaults, and the limits that no option changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MAX_BODY_BYTES = 2 << 20
 SMALL_BODY_BYTES = 64 << 10
 """Bytes of a body that are always taken, so that large or slow ones keep no small one out."""
 MAX_HELD_BYTES = 4 << 20
-"""Most bytes of the bodies that are being read or answered together, beside the first SMALL_BODY_BYTES of
-each."""
+"""Most bytes of all bodies that are read or answered at once, without the first SMALL_BODY_BYTES of each."""
 MAX_HEADER_BYTES = 16 << 10
 """Most bytes of a request's path, query and headers."""
 MAX_DEPTH = 32
@@ -28,13 +27,13 @@ HEADER_SECONDS = 10.0
 BODY_SECONDS = 30.0
 """Longest time for a body to arrive."""
 STALL_SECONDS = 5.0
-"""Longest time without a byte of a body that has more."""
+"""Longest time without a byte of an incomplete body."""
 SEND_SECONDS = 60.0
-"""Longest time for which a client may not read what it is sent."""
+"""Longest time for which a client may read nothing of its answer."""
 STOP_SECONDS = 5
-"""Time that answers under way have to end by themselves once the server stops."""
+"""Time in which running answers may end by themselves once the server stops."""
 PING_SECONDS = 10.0
-"""Longest time for which a streamed answer says nothing, from the request on."""
+"""Longest silence of a streamed answer, from the request on."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class ServeConfig:
     port: int = 8080
     """0: a free port, which the log names."""
     api_key: str = ""
-    """What a request must have as bearer token or x-api-key; empty: nothing."""
+    """The bearer token or x-api-key that a request must have; empty: none."""
     queue: int = 16
-    """Requests that may wait for their turn. More are refused with 429, but one of each client that has none
-    waiting, up to as many again."""
+    """Requests that may wait. More are refused with 429, except one of each client that has none waiting, up
+    to as many again."""
     parallel: int = 4
     """Requests that generate at once and share forward passes."""
     allow_host: tuple[str, ...] = ()
-    """Names by which the server may be called, beside localhost, `host` and addresses."""
+    """Names by which the server may be called, in addition to localhost, `host` and addresses."""
     allow_origin: tuple[str, ...] = ()
     """Origins of pages elsewhere that may call the server, such as https://chat.example.com."""
     alias: tuple[str, ...] = ()
@@ -85,7 +84,7 @@ class ServeConfig:
         """The aliases as pairs of a pattern and a model's name. Raises UsageError for one of no model."""
         pairs = []
         for each in self.alias:
-            # Names of models may have the sign too, patterns of theirs hardly.
+            # Models' names may have the sign too; patterns hardly.
             pattern, sign, name = each.partition("=")
             if not (pattern and sign and name):
                 raise UsageError(f"--alias is {each!r}; it must be PATTERN=NAME, such as claude-*={names[0]}")

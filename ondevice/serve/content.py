@@ -1,8 +1,8 @@
 """The text of messages and of tools' results that come in parts of many kinds.
 
-Models here run on text alone. A part that is a picture, a sound or a file is refused where a person gave it,
-as an answer without it would be wrong. In a tool's result, which the next request would bring again, a line
-says that it isn't shown.
+Models here run on text alone. A picture, a sound or a file is refused in a person's message, as an answer
+without it would be wrong. In a tool's result, which every later request repeats, a line says that it isn't
+shown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ondevice.serve.fields import Fields
 TEXT_KINDS = ("text", "input_text", "output_text")
 _DATA_WORDS = ("image", "audio", "video", "document", "file", "pdf", "upload", "screenshot")
 _WRITTEN_KINDS = {"refusal": "refusal", "compaction": "content"}
-"""Kinds of parts that have their text in a field of another name."""
+"""Kinds of parts whose text is in a field of another name."""
 _INERT = (
     "annotations",
     "cache_control",
@@ -44,7 +44,7 @@ def take_text(
         empty: whether it may be missing.
         written: whether a model wrote it; then parts that have no text are ignored, not refused.
         dropped: kinds of parts that are read elsewhere.
-        unread: matches what no model is to read of a string or a part.
+        unread: matches text that is removed from strings and parts.
     """
     value = fields.take(name)
     if value is None and empty:
@@ -101,7 +101,7 @@ def _titled(title: Any, text: str) -> str:
 
 
 def _joined(blocks: Any) -> str:
-    """The text of a list of blocks that may be anything."""
+    """The joined text of the objects with a `text` in a list; empty for any other value."""
     texts = [it.get("text") for it in blocks if isinstance(it, dict)] if isinstance(blocks, list) else []
     return "".join(text for text in texts if isinstance(text, str))
 

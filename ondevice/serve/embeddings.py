@@ -1,4 +1,4 @@
-"""Embeddings, which no chat model of this server has: an error that says so, in each dialect's form."""
+"""Embeddings, which this server's chat models don't have: an error in each dialect's form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a request: one error type, and its body in each dialect."""
+"""The one error type of requests, and its body in each dialect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _STATUS = (
 
 
 class RequestError(Exception):
-    """A request that gets an error as its answer. field: the request's field that is at fault, if one is."""
+    """An error that answers a request. field: the request's field that is at fault, if there is one."""
 
     def __init__(
         self, status: int, message: str, *, field: str | None = None, code: str | None = None
@@ -64,11 +64,11 @@ class RequestError(Exception):
         self.field = field
         self.code = code
         self.overflow: tuple[int, int] | None = None
-        """Tokens of a prompt, and of the context that doesn't hold them, where that is what is wrong."""
+        """Tokens of a prompt, and of the context that is too short for it; None for other errors."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer beside its type."""
+        """Headers of the answer in addition to its type."""
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
     @staticmethod
@@ -84,10 +84,7 @@ class RequestError(Exception):
 
 
 def message(path: str, error: RequestError) -> str:
-    """What an error says in the dialect of `path`.
-
-    For a prompt that is too long these are the words by which agents know that they must shorten it.
-    """
+    """An error's message in the dialect of `path`. Agents know by its words that a prompt is too long."""
     if error.overflow is None:
         return str(error)
     tokens, limit = error.overflow
@@ -99,7 +96,7 @@ def message(path: str, error: RequestError) -> str:
     if path.startswith("/v1/messages"):
         return f"prompt is too long: {tokens} tokens > {limit} maximum"
     what = "prompt" if path == "/v1/completions" else "messages"
-    # With the code: LangChain looks for it in the words alone.
+    # LangChain looks for the code in the words.
     return (
         f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {tokens} "
         f"tokens. Please reduce the length of the {what}. (context_length_exceeded)"
@@ -107,7 +104,7 @@ def message(path: str, error: RequestError) -> str:
 
 
 def error_body(path: str, error: RequestError) -> dict[str, Any]:
-    """The error as the dialect of `path` has it."""
+    """The error's JSON in the dialect of `path`."""
     words = message(path, error)
     if path.startswith("/api/"):
         return {"error": words}

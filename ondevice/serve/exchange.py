@@ -1,7 +1,7 @@
 """Runs one generation for a request, and gives its events at the client's pace.
 
-The model never waits for a client: events are kept until they are read, which `max_tokens` and the context
-bound, and a turn ends when the last one is made.
+The model never waits for a client: events are kept until they are read, and `max_tokens` and the context
+bound them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ondevice.errors import (
 )
 from ondevice.generate import Event, check_prompt
 from ondevice.records import dataclass
-from ondevice.serve.asked import Asked
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.errors import RequestError
 from ondevice.serve.fields import Fields, Ignored, parse_object
+from ondevice.serve.generation_request import GenerationRequest
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.metrics import IgnoredLog, Metrics, log_event
 from ondevice.serve.models import LoadedModel, Models
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from ondevice.tokenizer import Tokenizer
 
 prompts_read: ContextVar[list[GenerationStats] | None] = ContextVar("prompts_read", default=None)
-"""Where the prompts of a request are read and nothing is written behind them: their stats go here."""
+"""Gets the stats of a request whose prompts are read without generating; None for other requests."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the dialects share."""
+    """The objects that all dialects share."""
 
     config: ServeConfig
     models: Models
@@ -73,30 +73,30 @@ def new_id(prefix: str) -> str:
 
 
 class Generation:
-    """The events of one generation, taken one by one. Taking raises RequestError where it failed."""
+    """The events of one generation, taken one by one. Taking raises RequestError if it failed."""
 
     def __init__(self, reading: Reading | None = None) -> None:
         self.reading = reading
-        """Where the prompt's progress is told; None: nobody asks."""
+        """Gets the prompt's progress, if it is asked for."""
         self.complete = False
-        """Whether its last event, or an error, has been made."""
+        """Whether the last event, or an error, has been added."""
         self.prompt: list[int] = []
-        """Token ids of the text that is continued, as soon as there is an event."""
+        """Token ids of the text that is continued, from the first event on."""
         self.scores: list[TokenScore] = []
-        """Scores of all of them but the first, and of the likeliest token behind them, where they were asked
-        for, as soon as there is an event."""
-        self._made: asyncio.Queue[Event | RequestError] = asyncio.Queue()
+        """If requested, from the first event on: scores of the prompt's tokens from the second on, and of the
+        likeliest next token."""
+        self._events: asyncio.Queue[Event | RequestError] = asyncio.Queue()
         self._tokenizer: Tokenizer | None = None
         self._ended = False
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model. There is one as soon as there is an event."""
+        """The model's tokenizer, from the first event on."""
         assert self._tokenizer is not None
         return self._tokenizer
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """The model's turn has come."""
+        """Begin, with the loaded model's tokenizer."""
         self._tokenizer = tokenizer
 
     def add(self, event: Event | RequestError) -> None:
@@ -104,7 +104,7 @@ class Generation:
         if self.reading is not None and not isinstance(event, RequestError):
             self.reading.complete()
         self.complete = isinstance(event, RequestError) or event.finish_reason is not None
-        self._made.put_nowait(event)
+        self._events.put_nowait(event)
 
     def __aiter__(self) -> Generation:
         return self
@@ -112,7 +112,7 @@ class Generation:
     async def __anext__(self) -> Event:
         if self._ended:
             raise StopAsyncIteration
-        event = await self._made.get()
+        event = await self._events.get()
         if isinstance(event, RequestError):
             raise event
         self._ended = event.finish_reason is not None
@@ -121,11 +121,11 @@ class Generation:
 
 @asynccontextmanager
 async def generation(
-    service: Service, asked: Asked, reading: Reading | None = None
+    service: Service, request: GenerationRequest, reading: Reading | None = None
 ) -> AsyncIterator[Generation]:
-    """A context with the events of a generation, which is cancelled where the context ends first."""
+    """A context with the events of a generation, which is cancelled if the context ends first."""
     running = Generation(reading)
-    task = asyncio.create_task(_generate(service, asked, running))
+    task = asyncio.create_task(_generate(service, request, running))
     try:
         yield running
     finally:
@@ -136,13 +136,13 @@ async def generation(
             await task
 
 
-async def _generate(service: Service, asked: Asked, running: Generation) -> None:
-    """Put the generation's events, or the error that ends it, where they are taken."""
+async def _generate(service: Service, request: GenerationRequest, running: Generation) -> None:
+    """Run the generation and add its events, or its error, to `running`."""
     try:
-        async with service.models.turn(asked.model, asked.follows) as loaded:
+        async with service.models.admitted(request.model, request.follows) as loaded:
             running.begin(loaded.model.tokenizer)
             kept: deque[Event] = deque()
-            async with aclosing(_events(service, loaded, asked, running)) as events:
+            async with aclosing(_events(service, loaded, request, running)) as events:
                 async for event in events:
                     if event.finish_reason == "cancelled":
                         raise RequestError(503, "the server is stopping", code="server_stopping")
@@ -157,94 +157,96 @@ async def _generate(service: Service, asked: Asked, running: Generation) -> None
     except RequestError as error:
         running.add(error)
     except OndeviceError as error:
-        answer = _refusal(error, asked)
+        answer = _refusal(error, request)
         if answer.status >= 500:
-            log_event("failed", level=logging.ERROR, model=asked.model.name, error=error.for_command_line)
+            log_event("failed", level=logging.ERROR, model=request.model.name, error=error.for_command_line)
         running.add(answer)
     finally:
         if not running.complete:
-            # An error of the program itself: the client would wait for ever.
+            # An error of the program: without this the client would wait for ever.
             running.add(RequestError(500, "the server failed", code="internal_error"))
 
 
-def _refusal(error: OndeviceError, asked: Asked) -> RequestError:
+def _refusal(error: OndeviceError, request: GenerationRequest) -> RequestError:
     """The answer to an error of a generation, with the request's field that is at fault."""
     answer = RequestError.of(error)
     if isinstance(error, InfillNotSupportedError):
         answer.field = "suffix"
     elif isinstance(error, ConstraintError):
-        answer.field = "tools" if asked.prompting.must_call else asked.constraint_field
+        answer.field = "tools" if request.prompting.must_call else request.constraint_field
     elif isinstance(error, ContextOverflowError):
-        answer.field = "prompt" if asked.messages is None else asked.messages_field
-    elif isinstance(error, UsageError) and asked.prompting.must_call:
+        answer.field = "prompt" if request.messages is None else request.messages_field
+    elif isinstance(error, UsageError) and request.prompting.must_call:
         answer.field = answer.field or "tool_choice"
     return answer
 
 
-def reading_of(service: Service, asked: Asked) -> Reading:
-    """What will know how far the prompts of a request have been read. asked: its first generation."""
-    return Reading(partial(_waiting_tokens, service, asked))
+def reading_of(service: Service, request: GenerationRequest) -> Reading:
+    """The progress of reading a request's prompts. request: its first generation."""
+    return Reading(partial(_waiting_tokens, service, request))
 
 
-async def _waiting_tokens(service: Service, asked: Asked) -> int:
-    """The number of a prompt's tokens while it waits for its turn; 0 if its model isn't loaded.
+async def _waiting_tokens(service: Service, request: GenerationRequest) -> int:
+    """The number of a waiting prompt's tokens; 0 if its model isn't loaded.
 
     Raises RequestError for a prompt that will be refused.
     """
     for loaded in service.models.residents:
-        if loaded.facts is asked.model:
+        if loaded.facts is request.model:
             with loaded.working():
                 try:
-                    ids = await asyncio.to_thread(_prompt_ids, loaded.model, asked)
+                    ids = await asyncio.to_thread(_prompt_ids, loaded.model, request)
                     check_prompt(ids, loaded.model.plan.max_context, loaded.model.config.max_context)
                 except ContextOverflowError as error:
-                    raise _refusal(await _counted(error, loaded.model, asked), asked) from error
+                    raise _refusal(await _counted(error, loaded.model, request), request) from error
                 except OndeviceError as error:
-                    raise _refusal(error, asked) from error
+                    raise _refusal(error, request) from error
                 return len(ids)
     return 0
 
 
-async def _counted(error: ContextOverflowError, model: Model, asked: Asked) -> ContextOverflowError:
-    """The error with all tokens of the prompt, which is read as far as the context goes: agents shorten it by
-    what there is too much.
-    """
-    count = await asyncio.to_thread(_all_tokens, model, asked)
+async def _counted(
+    error: ContextOverflowError, model: Model, request: GenerationRequest
+) -> ContextOverflowError:
+    """The error with the number of all tokens of the prompt, by which agents shorten it."""
+    count = await asyncio.to_thread(_all_tokens, model, request)
     return ContextOverflowError(error.for_command_line, count, error.limit)
 
 
-def _all_tokens(model: Model, asked: Asked) -> int:
-    """Number of tokens of a prompt, with what stands behind the gap, however long it is."""
-    if asked.messages is not None:
-        return conversation_tokens(model, asked.messages, _prompting(model, asked))
-    if isinstance(asked.prompt, str) and asked.suffix is not None:
-        return len(model.infill.prompt(model.tokenizer, asked.prompt, asked.suffix))
-    if isinstance(asked.prompt, str):
-        return len(model.tokenizer.encode(asked.prompt, special=True))
-    return len(asked.prompt or ())
+def _all_tokens(model: Model, request: GenerationRequest) -> int:
+    """Number of tokens of a prompt of any length, with its suffix."""
+    if request.messages is not None:
+        return conversation_tokens(model, request.messages, _prompting(model, request))
+    if isinstance(request.prompt, str) and request.suffix is not None:
+        return len(model.infill.prompt(model.tokenizer, request.prompt, request.suffix))
+    if isinstance(request.prompt, str):
+        return len(model.tokenizer.encode(request.prompt, special=True))
+    return len(request.prompt or ())
 
 
-def _prompt_ids(model: Model, asked: Asked) -> Sequence[int]:
-    """Token ids of a prompt; of one that is longer than the context perhaps not all, but more than that."""
-    if asked.messages is not None:
+def _prompt_ids(model: Model, request: GenerationRequest) -> Sequence[int]:
+    """Token ids of a prompt. One that is longer than the context may be cut, but stays longer."""
+    if request.messages is not None:
         template, most = model.chat_template, model.plan.max_context
-        return template.encode(asked.messages, model.tokenizer, options=_prompting(model, asked), most=most)
-    if isinstance(asked.prompt, str):
-        return model.prompt_ids(asked.prompt, suffix=asked.suffix)
-    return asked.prompt or ()
+        return template.encode(
+            request.messages, model.tokenizer, options=_prompting(model, request), most=most
+        )
+    if isinstance(request.prompt, str):
+        return model.prompt_ids(request.prompt, suffix=request.suffix)
+    return request.prompt or ()
 
 
-def _prompting(model: Model, asked: Asked) -> PromptOptions:
-    """Tools, and whether to think as far as the model can be told."""
-    if asked.prompting.think is False and model.chat_template.always_thinks:
-        return replace(asked.prompting, think=None)
-    return asked.prompting
+def _prompting(model: Model, request: GenerationRequest) -> PromptOptions:
+    """Tools, and whether to think, unless the model's template always thinks."""
+    if request.prompting.think is False and model.chat_template.always_thinks:
+        return replace(request.prompting, think=None)
+    return request.prompting
 
 
 def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
-    """An event, behind the log-probabilities of tokens that no stop string can cut off any more.
+    """The log-probabilities of tokens that no stop string can cut off any more, and then an event.
 
-    kept: those of tokens that one may cut off.
+    kept: log-probabilities of tokens that may still be cut off.
     """
     if event.token is None and event.finish_reason is None:
         yield event
@@ -258,51 +260,51 @@ def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
 
 
 async def _events(
-    service: Service, loaded: LoadedModel, asked: Asked, running: Generation
+    service: Service, loaded: LoadedModel, request: GenerationRequest, running: Generation
 ) -> AsyncGenerator[Event, None]:
     model = loaded.model
-    if asked.least_context > model.plan.max_context:
+    if request.least_context > model.plan.max_context:
         service.ignored.tell([f"num_ctx above the context of {model.plan.max_context}, {model.name}"])
-    prompting = _prompting(model, asked)
-    if prompting != asked.prompting:
+    prompting = _prompting(model, request)
+    if prompting != request.prompting:
         service.ignored.tell([f"no thinking, which {model.name} can't be told"])
     on_prompt = None if running.reading is None else running.reading.tell
-    options = {"max_tokens": model.plan.max_context} | asked.options
+    options = {"max_tokens": model.plan.max_context} | request.options
     if prompts_read.get() is not None:
         options |= {"max_tokens": 0, "constraint": None}
     sampling = sampling_options(None, options)  # type: ignore[arg-type]
-    if asked.messages is not None:
-        sampling = recommended(model.bundle.manifest.generation, sampling, asked.options)
-        # Its state is what an earlier text has left of the prompt, and is left for later ones.
+    if request.messages is not None:
+        sampling = recommended(model.bundle.manifest.generation, sampling, request.options)
+        # The session's state is reused from earlier texts, and left for later ones.
         session = model.session(cache_prompt=True)
         reply = session.astream_messages(
-            asked.messages, prompt=prompting, on_prompt=on_prompt, sampling=sampling
+            request.messages, prompt=prompting, on_prompt=on_prompt, sampling=sampling
         )
         try:
             async with aclosing(reply) as events:
                 async for event in events:
                     yield event
         except ContextOverflowError as error:
-            raise await _counted(error, model, asked) from error
+            raise await _counted(error, model, request) from error
         return
     try:
-        async with aclosing(_continued(model, asked, sampling, running)) as events:
+        async with aclosing(_continued(model, request, sampling, running)) as events:
             async for event in events:
                 yield event
     except ContextOverflowError as error:
-        raise await _counted(error, model, asked) from error
+        raise await _counted(error, model, request) from error
 
 
 async def _continued(
-    model: Model, asked: Asked, sampling: SamplingConfig, running: Generation
+    model: Model, request: GenerationRequest, sampling: SamplingConfig, running: Generation
 ) -> AsyncGenerator[Event, None]:
-    """The events of what continues a text, or of what belongs between two."""
-    # On another thread, because the event loop can't wait for a long text to be encoded.
-    running.prompt = list(await asyncio.to_thread(_prompt_ids, model, asked))
-    if asked.suffix is not None:
+    """The events of a continuation of a text, or of the text in a gap."""
+    # Encoding a long text would block the event loop.
+    running.prompt = list(await asyncio.to_thread(_prompt_ids, model, request))
+    if request.suffix is not None:
         sampling = replace(sampling, end_tokens=model.infill.ends)
-    if asked.scores is None:
-        kept, on_prompt = asked.cache_prompt, None if running.reading is None else running.reading.tell
+    if request.scores is None:
+        kept, on_prompt = request.cache_prompt, None if running.reading is None else running.reading.tell
         written = model.astream(
             tokens=running.prompt, cache_prompt=kept, on_prompt=on_prompt, sampling=sampling
         )
@@ -310,7 +312,7 @@ async def _continued(
             async for event in events:
                 yield event
         return
-    scored = model.astream_scored(running.prompt, top=asked.scores, sampling=sampling)
+    scored = model.astream_scored(running.prompt, top=request.scores, sampling=sampling)
     async with aclosing(scored) as items:
         async for item in items:
             if isinstance(item, Event):
@@ -320,12 +322,12 @@ async def _continued(
 
 
 def conversation_tokens(model: Model, messages: Sequence[Message], prompting: PromptOptions) -> int:
-    """Number of tokens of a conversation, however long it is. Raises what encoding raises."""
+    """Number of tokens of a conversation of any length. Raises what encoding raises."""
     return len(model.chat_template.encode(messages, model.tokenizer, options=prompting))
 
 
 def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any]) -> SamplingConfig:
-    """`sampling` with what the model's authors recommend for what isn't chosen."""
+    """`sampling` with the authors' recommendations for the fields that aren't in `chosen`."""
     return with_model_defaults(sampling, generation, set(chosen))[0]
 
 

@@ -1,7 +1,7 @@
-"""Reads a request's JSON: bounded, and each field once, with its type; what is left then is ignored.
+"""Reads a request's JSON within bounds: each field once, with its type. Other fields are ignored.
 
-What is ignored is kept in mind by name, for the log, and refused where the server is strict. Every error
-names the field by its path, such as `messages[2].content`.
+Names of ignored fields are collected for the log; a strict server refuses them. Every error names the field
+by its path, such as `messages[2].content`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ondevice.errors import json_fault
 from ondevice.serve.config import MAX_DEPTH, MAX_VALUES
 from ondevice.serve.errors import RequestError
 
-# It also matches what the body's end cuts off: an attempt that failed would begin anew at every quote.
+# Also matches a string that the body's end cuts off: a failed match would begin anew at every quote.
 _STRING = re.compile(rb'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _INDEX = re.compile(r"\[\d+\]")
 MAX_IGNORED = 1000
-"""Most names of what one request has that is ignored; beyond that none is kept."""
+"""Most names of ignored fields that are collected for a request."""
 SHOWN_CHARS = 100
-"""Most characters of a name of the client's that an error or the log shows."""
+"""Most characters of a client's name for a field that an error or the log shows."""
 
 
 class Ignored:
-    """Names of what a request has that changes nothing in its answer, each once.
+    """Names of a request's ignored fields, each once.
 
-    strict: whether that is an error instead. tell: takes the names once the request has been read.
+    strict: whether they are errors instead. tell: takes the names once the request has been read.
     """
 
     def __init__(self, strict: bool = False, tell: Callable[[Sequence[str]], None] | None = None) -> None:
@@ -38,13 +38,13 @@ class Ignored:
 
     @property
     def names(self) -> list[str]:
-        """The names, in the order in which they came."""
+        """The names, in the order in which they were added."""
         return list(self._names)
 
     def add(self, full: str, name: str, why: str) -> None:
         """Ignore the field `full`. Raises RequestError if the server is strict.
 
-        name: what the log calls it. why: what the error says behind the field.
+        name: its name in the log. why: the error's words after the field.
         """
         if self._strict:
             shown = full[:SHOWN_CHARS]
@@ -53,15 +53,15 @@ class Ignored:
             self._names[name[:SHOWN_CHARS]] = None
 
     def tell(self) -> None:
-        """Tell the names."""
+        """Pass the names on, if there are any."""
         if self._names and self._tell is not None:
             self._tell(self.names)
 
 
 def parse_object(data: bytes, ignored: Ignored | None = None) -> Fields:
-    """The object that a body holds. Raises RequestError for anything else, or one too large or deep.
+    """The JSON object in a body. Raises RequestError for anything else, or one too large or deep.
 
-    ignored: takes what its reader ignores.
+    ignored: collects ignored fields.
     """
     _check_shape(data)
     try:
@@ -74,7 +74,7 @@ def parse_object(data: bytes, ignored: Ignored | None = None) -> Fields:
 
 
 def _check_shape(data: bytes) -> None:
-    """Bound what parsing allocates and how deep it goes, by the brackets and commas outside strings."""
+    """Bound the number of values and their depth, by the brackets and commas outside strings."""
     bare = _STRING.sub(b"", data)
     values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
     if values > MAX_VALUES:
@@ -104,7 +104,7 @@ class Fields:
         self._left: dict[str, Any] = dict(value)
 
     def inner(self, value: Any, name: str) -> Fields:
-        """The fields of an object that stands in this one. name: its name there, such as `content[2]`."""
+        """The fields of an object inside this one. name: its name here, such as `content[2]`."""
         return Fields(value, self.full(name), self.ignored)
 
     def names(self) -> list[str]:
@@ -112,11 +112,11 @@ class Fields:
         return list(self._left)
 
     def take(self, name: str) -> Any:
-        """A field's value as it came, or None."""
+        """A field's value of any type, or None."""
         return self._left.pop(name, None)
 
     def peek(self, name: str) -> Any:
-        """A field's value as it came, or None; the field is left."""
+        """Like `take`, but the field is left."""
         return self._left.get(name)
 
     def text(self, name: str, default: str | None = None) -> str | None:
@@ -134,7 +134,7 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, least: int, most: int, also: str = "") -> int | None:
-        """An integer in a range. also: what the caller takes beside it, for the message."""
+        """An integer in a range. also: other values that the caller takes, for the message."""
         value = self.take(name)
         # 5.0 is an integer in JSON.
         if isinstance(value, float) and value.is_integer():
@@ -158,22 +158,22 @@ class Fields:
     def strings(self, name: str, most: int, most_chars: int) -> tuple[str, ...] | None:
         """A string, or a list of at most `most`, none empty."""
         value = self.take(name)
-        found = [value] if isinstance(value, str) else value
+        texts = [value] if isinstance(value, str) else value
         wanted = f"a string or a list of at most {most}, each of 1 to {most_chars} characters"
-        if found is None:
+        if texts is None:
             return None
-        if not isinstance(found, list) or len(found) > most:
+        if not isinstance(texts, list) or len(texts) > most:
             self._refuse(self.full(name), value, wanted)
-        if not all(isinstance(it, str) and 0 < len(it) <= most_chars for it in found):
+        if not all(isinstance(it, str) and 0 < len(it) <= most_chars for it in texts):
             self._refuse(self.full(name), value, wanted)
-        return tuple(found)
+        return tuple(texts)
 
     def object(self, name: str) -> Fields | None:
         value = self.take(name)
         return None if value is None else self.inner(value, name)
 
     def objects(self, name: str) -> Iterator[Fields]:
-        """The objects of a list that must be there."""
+        """The objects of a required list."""
         value = self.take(name)
         if not isinstance(value, list):
             self._refuse(self.full(name), value, "a list of objects")
@@ -202,14 +202,14 @@ class Fields:
     ) -> None:
         """Ignore a field, and have it logged as `what`, by default its path.
 
-        Raises RequestError if the server is strict. why: what that says behind the field's path.
+        Raises RequestError if the server is strict. why: its words after the field's path.
         """
         full = self.full(name)
         self.ignored.add(full, what or _INDEX.sub("[]", full), why)
         self._left.pop(name, None)
 
     def close(self) -> None:
-        """Ignore the fields that are left; of a request as a whole, tell what was ignored of it.
+        """Ignore the fields that are left; for a request's body, pass on the names of ignored fields.
 
         Raises RequestError if fields are left and the server is strict.
         """

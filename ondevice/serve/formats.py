@@ -1,4 +1,4 @@
-"""The fields that ask for an answer in JSON, as each dialect has them."""
+"""The fields of each dialect that ask for an answer in JSON."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from ondevice.serve.fields import Fields
 
 
 def take_response_format(fields: Fields) -> Constraint | None:
-    """`response_format` of chat completions: its schema stands in an object of its own.
-
-    llama.cpp's clients have it beside the type, and `json_schema` beside the messages, as vLLM's have
-    `guided_json`.
+    """The constraint of `response_format`, whose schema is in an inner object or, from llama.cpp's clients,
+    next to the type; or of `json_schema`, or vLLM's `guided_json`, next to the messages.
     """
     given = fields.object("response_format")
     constraint = None
@@ -38,13 +36,13 @@ def take_schema(fields: Fields, name: str) -> Constraint | None:
 
 
 def take_text_format(fields: Fields, name: str) -> Constraint | None:
-    """A format whose schema stands beside its type: of Responses, and of Anthropic's messages."""
+    """The constraint of a format whose schema is next to its type: of Responses and Anthropic's messages."""
     given = fields.object(name)
     if given is None:
         return None
-    found = _take_kind(given, given)
+    constraint = _take_kind(given, given)
     given.close()
-    return found
+    return constraint
 
 
 def take_ollama_format(fields: Fields) -> Constraint | None:
@@ -60,7 +58,7 @@ def take_ollama_format(fields: Fields) -> Constraint | None:
 
 
 def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
-    """The format of the type that `given` names. inner: what holds a schema."""
+    """The constraint of the type that `given` names. inner: the fields with the schema."""
     kind = given.required_text("type")
     if kind == "text":
         return None
@@ -78,7 +76,7 @@ def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
 
 
 def schema_constraint(fields: Fields, name: str, value: Any) -> Constraint:
-    """The constraint of a schema that stands in a field. Raises RequestError for one that is none."""
+    """The constraint of a field's JSON schema. Raises RequestError for anything else."""
     if not isinstance(value, dict | bool):
         fields.refuse(name, "must be a JSON schema: an object, true or false")
     try:

@@ -1,8 +1,8 @@
-"""What every request meets first: the names and origins it may come by, the key, and limits on size and time.
+"""Checks every request first: host names and origins, the key, and limits on size and time.
 
 Browsers let a page of any site send requests to this machine, and a name under that site's control may lead
-here (DNS rebinding). So a request must name this server by a name that it has, and a page's request must come
-from an origin that is allowed. The answer's work is cancelled as soon as the client goes.
+here (DNS rebinding). So a request must call this server by one of its names, and a page's request must come
+from an allowed origin. The answer's work is cancelled as soon as the client goes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ondevice.serve.errors import RequestError, error_body
 from ondevice.serve.metrics import Metrics, log_event
 from ondevice.serve.models import client_address
 
-OWN_PAGE = "/page/"
-"""Paths that only the server's own page may call, whatever other origins are allowed."""
+SERVER_PAGE = "/page/"
+"""Prefix of paths that only the server's own page may call, whatever other origins are allowed."""
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "*, authorization",
@@ -61,11 +61,11 @@ class Guard:
         open_paths: frozenset[str],
     ) -> None:
         """Args:
-        app: what answers the requests that are let in.
-        config: which those are.
+        app: answers the admitted requests.
+        config: the server's options.
         metrics: counts requests.
-        paths: those that have counters of their own.
-        open_paths: those that need no key.
+        paths: paths with separate counters.
+        open_paths: paths that need no key.
         """
         self._app = app
         self._config = config
@@ -97,20 +97,20 @@ class Guard:
                 content = json_bytes(error_body(scope["path"], error))
                 await exchange.answer(error.status, content, error.headers)
         except (_ClientGone, asyncio.CancelledError):
-            # uvicorn cancels what clients haven't taken by the time that it ends.
+            # At its end uvicorn cancels answers that clients haven't taken.
             exchange.gone = True
         finally:
             self._held -= exchange.held_bytes
             self._note(scope, exchange)
 
     def _checked_origin(self, scope: Scope) -> str:
-        """The page's origin if it is another one than the server's own and allowed; empty if there is none.
+        """The origin of a page of another site, if it is allowed; empty for other requests.
 
         Raises RequestError for a host or an origin that isn't allowed.
         """
         host = _header(scope, b"host")
         name = _host_name(host)
-        if name is None or not self._is_own_name(name):
+        if name is None or not self._is_server_name(name):
             raise RequestError(
                 403,
                 f"the server isn't known as {host[:100]!r}; `ondevice serve --allow-host NAME` allows a name",
@@ -118,7 +118,7 @@ class Guard:
         origin = _header(scope, b"origin")
         if not origin or origin == f"{scope['scheme']}://{host}":
             return ""
-        if origin not in self._config.allow_origin or scope["path"].startswith(OWN_PAGE):
+        if origin not in self._config.allow_origin or scope["path"].startswith(SERVER_PAGE):
             raise RequestError(
                 403,
                 f"pages of {origin[:100]!r} may not call this server; `ondevice serve --allow-origin ORIGIN` "
@@ -126,8 +126,8 @@ class Guard:
             )
         return origin
 
-    def _is_own_name(self, name: str) -> bool:
-        """An address can't be rebound, and localhost never leaves the machine."""
+    def _is_server_name(self, name: str) -> bool:
+        """Whether a host name is this server's, or an address, which can't be rebound."""
         if name in ("localhost", self._config.host.lower(), *map(str.lower, self._config.allow_host)):
             return True
         try:
@@ -137,7 +137,7 @@ class Guard:
         return True
 
     def _check_key(self, scope: Scope) -> None:
-        """Raises RequestError without the right key, where one is needed."""
+        """Raises RequestError without the right key, if one is needed."""
         if not self._config.api_key or scope["path"] in self._open_paths:
             return
         kind, _, bearer = _header(scope, b"authorization").partition(" ")
@@ -181,7 +181,7 @@ class Guard:
     async def _answered(
         self, scope: Scope, receive: Receive, exchange: _Exchange, parts: list[bytes]
     ) -> None:
-        """Run the application, and cancel it when the client goes. parts: the body, taken out of the list."""
+        """Run the application, and cancel it when the client goes. parts: the body, removed once read."""
 
         async def replayed() -> Message:
             if parts:
@@ -201,7 +201,7 @@ class Guard:
 
     def _note(self, scope: Scope, exchange: _Exchange) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
-        status = exchange.status or 499  # As nginx has it: the client closed the request.
+        status = exchange.status or 499  # nginx's status of requests that the client closed.
         self._metrics.add("requests_total", path=path, status=str(status))
         log_event(
             "request",
@@ -221,14 +221,14 @@ class _ClientGone(Exception):  # noqa: N818
 
 
 class _Exchange:
-    """One request's answer on its way out."""
+    """One request's answer while it is sent."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = uuid.uuid4().hex[:16]
         self.begun = time.monotonic()
         self.status = 0
         self.held_bytes = 0
-        """Bytes of the body beside the first SMALL_BODY_BYTES."""
+        """Bytes of the body after the first SMALL_BODY_BYTES."""
         self.origin = ""
         self.complete = False
         """Whether all of the answer has been sent."""
@@ -253,7 +253,7 @@ class _Exchange:
             self.complete = True
 
     async def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        """Send a whole answer of JSON, or an empty one."""
+        """Send a complete answer: JSON, or empty."""
         kind = {"content-type": "application/json"} if content else {}
         pairs = [
             (name.encode("latin-1"), value.encode("latin-1"))
@@ -277,18 +277,18 @@ def _check_head(scope: Scope) -> None:
 
 
 def _address(scope: Scope) -> str:
-    """The address that a request comes from."""
+    """The client's address."""
     return str((scope.get("client") or ("",))[0])
 
 
 def _header(scope: Scope, name: bytes) -> str:
     """A header's value, the first of several; empty if there is none."""
-    found = next((value for key, value in scope["headers"] if key == name), b"")
-    return str(found.decode("latin-1"))
+    header = next((value for key, value in scope["headers"] if key == name), b"")
+    return str(header.decode("latin-1"))
 
 
 def _host_name(host: str) -> str | None:
-    """The name or address of a Host header without its port, or None if there is no such thing in it."""
+    """The name or address of a Host header without its port; None for a malformed header."""
     try:
         parts = urlsplit(f"//{host}")
         valid = parts.port is None or parts.port >= 0

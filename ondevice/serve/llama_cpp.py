@@ -22,9 +22,9 @@ from ondevice.serve.raw_text import NamedSpelling, spelled
 from ondevice.tokenizer import Tokenizer
 
 RANDOM_SEED = (1 << 32) - 1
-"""Stands for a seed that is drawn."""
+"""The seed that stands for a drawn one."""
 NO_SLOT = -1
-"""Stands for any slot: requests have none of their own here."""
+"""The id that stands for any slot: requests have no slots here."""
 
 
 def routes(service: Service) -> list[Route]:
@@ -49,7 +49,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
     add_bos, special = fields.boolean("add_special"), fields.boolean("parse_special", True)
     with_pieces, counts = fields.boolean("with_pieces"), fields.boolean("count")
     fields.close()
-    async with service.models.at_hand(model) as loaded:
+    async with service.models.ensure_loaded(model) as loaded:
         tokenizer = loaded.model.tokenizer
         encode = partial(tokenizer.encode, add_bos=add_bos and tokenizer.add_bos, special=special)
         ids = await asyncio.to_thread(encode, text)
@@ -61,7 +61,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """A token's text, or its bytes where they aren't whole characters."""
+    """A token's text, or its bytes if these aren't complete characters."""
     data = NamedSpelling(tokenizer).token_bytes(token)
     try:
         return data.decode()
@@ -76,7 +76,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
     fields.close()
     if not isinstance(ids, list):
         fields.refuse("tokens", "must be a list of token ids")
-    async with service.models.at_hand(model) as loaded:
+    async with service.models.ensure_loaded(model) as loaded:
         if not all(is_id(token, loaded) for token in ids):
             fields.refuse("tokens", f"has what isn't a token id; {ids_of(model)}")
         text = "".join(spelled(loaded.model.tokenizer, ids))
@@ -89,7 +89,7 @@ async def _apply_template(service: Service, request: Request) -> Response:
     messages, prompting = take_messages(fields), take_prompting(fields, model)
     begins_reply = fields.boolean("add_generation_prompt", True)
     fields.close()
-    async with service.models.at_hand(model) as loaded:
+    async with service.models.ensure_loaded(model) as loaded:
         render = partial(
             loaded.model.chat_template.render, options=prompting, add_generation_prompt=begins_reply
         )
@@ -98,7 +98,7 @@ async def _apply_template(service: Service, request: Request) -> Response:
 
 async def _props(service: Service, request: Request) -> Response:
     model = service.models.find(request.query_params.get("model"))
-    async with service.models.at_hand(model) as loaded:
+    async with service.models.ensure_loaded(model) as loaded:
         tokenizer, names = loaded.model.tokenizer, abilities(model.template)
         slot = _slot(loaded, 0, busy=False)
     bos, ends = tokenizer.bos_id, tokenizer.eos_ids
@@ -147,7 +147,7 @@ def settings(
 ) -> dict[str, Any]:
     """The options of a generation by this dialect's names.
 
-    most_tokens: -1: as many as the context has room for. seed: the one drawn, where one was.
+    most_tokens: -1: as many as the context has room for. seed: the drawn one, if one was drawn.
     """
     return {
         "seed": RANDOM_SEED if seed is None else seed,

@@ -1,4 +1,4 @@
-"""llama.cpp's API to continue texts, `/completion`, and to write what belongs between two, `/infill`."""
+"""llama.cpp's API to continue texts, `/completion`, and to fill a gap between two, `/infill`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ondevice.callbacks import PromptProgress
-from ondevice.config import MOST_LOGPROBS
+from ondevice.config import MAX_TOP_LOGPROBS
 from ondevice.errors import InfillNotSupportedError
 from ondevice.generate import Event
 from ondevice.records import dataclass
-from ondevice.serve.asked import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    MAX_TOKENS,
-    SEEDS,
-    Asked,
-    chosen,
-    take_penalties,
-    take_repeat_last_n,
-    take_top_p,
-)
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import (
     Generation,
@@ -40,9 +29,20 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_schema
+from ondevice.serve.generation_request import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    SEEDS,
+    GenerationRequest,
+    chosen,
+    take_penalties,
+    take_repeat_last_n,
+    take_top_p,
+)
 from ondevice.serve.llama_cpp import NO_SLOT, RANDOM_SEED, is_id, settings
 from ondevice.serve.models import LoadedModel
-from ondevice.serve.openai_common import LEAST_LOGPROB, MAX_BIASES, MAX_CHOICES, ids_of, shown_token
+from ondevice.serve.openai_common import MAX_BIASES, MAX_CHOICES, MIN_LOGPROB, ids_of, shown_token
 from ondevice.serve.raw_text import spelled
 from ondevice.serve.streaming import Reading, progress_field, sse, sse_dialect, streamed
 from ondevice.settings import sampling_options
@@ -66,7 +66,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
     "xtc_probability": (0, 0.0),
 }
-"""Fields that would change the text or the answer and aren't supported, with the values that don't."""
+"""Unsupported fields that would change the text or the answer, with the values that don't."""
 INERT = (
     "dry_allowed_length",
     "dry_base",
@@ -88,7 +88,7 @@ INERT = (
 
 @dataclass(frozen=True)
 class _Request:
-    asked: tuple[Asked, ...]
+    generations: tuple[GenerationRequest, ...]
     """One for each choice: all choices of a prompt, then those of the next."""
     stream: bool
     returns_tokens: bool
@@ -96,7 +96,7 @@ class _Request:
     most_tokens: int
     """-1: as many as the context has room for."""
     fields: tuple[str, ...] = field(default=())
-    """Paths of the answer's fields that are told; none: all."""
+    """Paths of the answer's fields that are sent; empty: all."""
 
 
 def routes(service: Service) -> list[Route]:
@@ -111,18 +111,18 @@ def routes(service: Service) -> list[Route]:
 async def _answer(service: Service, fills_gap: bool, request: Request) -> Response:
     fields = await read_object(service, request)
     model = service.models.find(fields.text("model"))
-    async with service.models.at_hand(model) as loaded:
-        # On another thread, because the event loop can't wait for a long text to be encoded.
+    async with service.models.ensure_loaded(model) as loaded:
+        # Encoding a long text would block the event loop.
         wanted = await asyncio.to_thread(_read, fields, loaded, fills_gap)
     if wanted.stream:
-        reading = reading_of(service, wanted.asked[0])
+        reading = reading_of(service, wanted.generations[0])
         dialect = sse_dialect(request.url.path, _progress if wanted.tells_progress else None)
         return await streamed(_parts(service, wanted, reading), reading, dialect)
     results = []
-    for index, asked in enumerate(wanted.asked):
-        async with generation(service, asked) as running:
+    for index, each in enumerate(wanted.generations):
+        async with generation(service, each) as running:
             events = [event async for event in running]
-        results.append(_result(index, events, running, wanted, asked))
+        results.append(_result(index, events, running, wanted, each))
     return json_answer(results if len(results) > 1 else results[0])
 
 
@@ -131,20 +131,20 @@ def _progress(reading: Reading, progress: PromptProgress) -> bytes:
 
 
 async def _parts(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
-    for index, asked in enumerate(wanted.asked):
+    for index, request in enumerate(wanted.generations):
         events: list[Event] = []
         reading.index = index
-        async with generation(service, asked, reading) as running:
+        async with generation(service, request, reading) as running:
             async for event in running:
                 events.append(event)
                 if event.text or event.token is not None:
-                    yield sse(_part(index, events, running, asked))
+                    yield sse(_part(index, events, running, request))
                 if event.finish_reason is not None:
-                    yield sse(_result(index, events, running, wanted, asked))
+                    yield sse(_result(index, events, running, wanted, request))
 
 
 def _empty_part(index: int, prompt_tokens: int) -> dict[str, Any]:
-    """What a stream tells before there is a token."""
+    """The object that a stream sends before there is a token."""
     return {
         "index": index,
         "content": "",
@@ -156,7 +156,9 @@ def _empty_part(index: int, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def _part(index: int, events: Sequence[Event], running: Generation, asked: Asked) -> dict[str, Any]:
+def _part(
+    index: int, events: Sequence[Event], running: Generation, request: GenerationRequest
+) -> dict[str, Any]:
     """The object that a stream sends for its newest token."""
     newest = events[-1]
     part = _empty_part(index, len(running.prompt)) | {
@@ -164,19 +166,19 @@ def _part(index: int, events: Sequence[Event], running: Generation, asked: Asked
         "tokens": [] if newest.token is None else [newest.token],
         "tokens_predicted": sum(event.token is not None for event in events),
     }
-    return part | _probabilities([newest], running.tokenizer, asked)
+    return part | _probabilities([newest], running.tokenizer, request)
 
 
 def _result(
-    index: int, events: Sequence[Event], running: Generation, wanted: _Request, asked: Asked
+    index: int, events: Sequence[Event], running: Generation, wanted: _Request, request: GenerationRequest
 ) -> dict[str, Any]:
-    """The object that ends a reply. In a stream its `content` is empty, as the text was sent before."""
+    """The object that ends a reply. In a stream its `content` is empty, as the text has been sent."""
     last, tokenizer = events[-1], running.tokenizer
     stats = last.stats
     assert stats is not None
     text = "".join(event.text for event in events)
     tokens = [event.token for event in events if event.token is not None]
-    sampling = sampling_options(None, asked.options)  # type: ignore[arg-type]
+    sampling = sampling_options(None, request.options)  # type: ignore[arg-type]
     stop_type = "limit" if last.finish_reason == "length" else "eos" if last.stop is None else "word"
     result = {
         "index": index,
@@ -184,7 +186,7 @@ def _result(
         "tokens": tokens if wanted.returns_tokens and not wanted.stream else [],
         "id_slot": NO_SLOT,
         "stop": True,
-        "model": asked.model.name,
+        "model": request.model.name,
         "tokens_predicted": stats.generated_tokens,
         "tokens_evaluated": stats.prompt_tokens,
         "generation_settings": settings(
@@ -199,13 +201,12 @@ def _result(
         "timings": _timings(stats),
     }
     if not wanted.stream:
-        result |= _probabilities(events, tokenizer, asked)
+        result |= _probabilities(events, tokenizer, request)
     return _told(result, wanted.fields) if wanted.fields else result
 
 
 def _told(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The fields at these paths, such as `timings/prompt_n`, by their paths; those that aren't there are
-    left out."""
+    """The values of `result` at these paths, such as `timings/prompt_n`, by path; without missing ones."""
     told = {}
     for path in paths:
         value: Any = result
@@ -216,15 +217,17 @@ def _told(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     return told
 
 
-def _probabilities(events: Sequence[Event], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:
-    """Log-probabilities of the events' tokens, where they were asked for."""
+def _probabilities(
+    events: Sequence[Event], tokenizer: Tokenizer, request: GenerationRequest
+) -> dict[str, Any]:
+    """Log-probabilities of the events' tokens, if requested."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
             "id": token,
             "token": shown_token(tokenizer, token),
             "bytes": list(tokenizer.token_bytes(token)),
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
         }
 
     entries = [
@@ -233,7 +236,7 @@ def _probabilities(events: Sequence[Event], tokenizer: Tokenizer, asked: Asked) 
         for event in events
         if event.token is not None and event.logprob is not None
     ]
-    return {"completion_probabilities": entries} if entries and "top_logprobs" in asked.options else {}
+    return {"completion_probabilities": entries} if entries and "top_logprobs" in request.options else {}
 
 
 def _timings(stats: GenerationStats) -> dict[str, Any]:
@@ -258,7 +261,7 @@ def _timings(stats: GenerationStats) -> dict[str, Any]:
 
 
 def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
-    """The request. Raises RequestError, and what encoding raises."""
+    """The parsed request. Raises RequestError, and what encoding raises."""
     most = _take_most_tokens(fields)
     options = _take_options(fields, loaded)
     if most >= 0:
@@ -278,12 +281,14 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
     fields.ignore("n", *INERT)
     fields.close()
     first, *rest = (
-        Asked(loaded.facts, prompt=prompt, options=options, cache_prompt=cache_prompt).again(index)
+        GenerationRequest(loaded.facts, prompt=prompt, options=options, cache_prompt=cache_prompt).again(
+            index
+        )
         for prompt in prompts
         for index in range(choices)
     )
-    asked = (first, *(replace(each, follows=True) for each in rest))
-    return _Request(asked, stream, returns_tokens, tells_progress, most, paths)
+    requests = (first, *(replace(each, follows=True) for each in rest))
+    return _Request(requests, stream, returns_tokens, tells_progress, most, paths)
 
 
 def _take_most_tokens(fields: Fields) -> int:
@@ -294,7 +299,8 @@ def _take_most_tokens(fields: Fields) -> int:
 
 
 def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
-    """Options of SamplingConfig. Values that turn something off in this dialect do so here."""
+    """Options of SamplingConfig. Values that turn an option off in this dialect become those that do so
+    here."""
     temperature = fields.number("temperature", -100.0, 100.0)
     top_k = fields.integer("top_k", -MAX_TOKENS, MAX_TOKENS)
     seed = fields.integer("seed", -(1 << 63), SEEDS - 1)
@@ -311,7 +317,7 @@ def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
         "logit_bias": _take_biases(fields, loaded),
     }
     options |= take_penalties(fields)
-    if most := fields.integer("n_probs", 0, MOST_LOGPROBS):
+    if most := fields.integer("n_probs", 0, MAX_TOP_LOGPROBS):
         options["top_logprobs"] = most
     return chosen(options)
 
@@ -325,7 +331,7 @@ def _take_stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _take_biases(fields: Fields, loaded: LoadedModel) -> dict[int, float] | None:
-    """Biases by token id: of pairs, or of an object's keys. A text's counts for all of its tokens."""
+    """Biases by token id, from pairs or an object. A text's bias counts for all of its tokens."""
     value, no_end = fields.take("logit_bias"), fields.boolean("ignore_eos")
     tokenizer = loaded.model.tokenizer
     biases: dict[int, float] = {}
@@ -353,7 +359,7 @@ def _take_biases(fields: Fields, loaded: LoadedModel) -> dict[int, float] | None
 
 
 def _take_prompts(fields: Fields, loaded: LoadedModel) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. A list with a number in it is one prompt."""
+    """Token ids of each prompt. A list that has a number is one prompt."""
     value = fields.take("prompt")
     several = isinstance(value, list) and not any(type(part) is int for part in value)
     prompts = value if several else [value]
@@ -363,10 +369,8 @@ def _take_prompts(fields: Fields, loaded: LoadedModel) -> list[tuple[int, ...]]:
 
 
 def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
-    """Token ids of a text, or of texts and token ids behind each other.
-
-    A text that begins it gets what begins every text; ids are taken as they are.
-    """
+    """Token ids of a text, or of a sequence of texts and token ids. A leading text gets the beginning
+    token."""
     if isinstance(prompt, dict):
         parted = fields.inner(prompt, "prompt")
         prompt = parted.required_text("prompt_string")
@@ -375,7 +379,7 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
     parts = prompt if isinstance(prompt, list) else [prompt]
     if not parts or not all(isinstance(part, str) or is_id(part, loaded) for part in parts):
         fields.refuse("prompt", f"must be a text, token ids, or a list of both; {ids_of(loaded.facts)}")
-    # All of it, however long: an answer that refuses it tells how many tokens there are.
+    # Encoded to its end, as an answer that refuses it tells the number of tokens.
     tokenizer = loaded.model.tokenizer
     ids: list[int] = []
     for index, part in enumerate(parts):
@@ -389,9 +393,9 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
 
 
 def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[int, ...]:
-    """Token ids behind which the model writes what belongs between `input_prefix` and `input_suffix`.
+    """Token ids of a prompt for the gap between `input_prefix` and `prompt`, and `input_suffix`.
 
-    `prompt` stands before the gap, behind the prefix: an editor's line up to the cursor.
+    `prompt` is an editor's line up to the cursor.
     """
     prefix, suffix = fields.text("input_prefix", "") or "", fields.text("input_suffix", "") or ""
     prefix += fields.text("prompt", "") or ""
@@ -404,7 +408,7 @@ def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[in
     try:
         ids = model.infill.prompt(model.tokenizer, prefix, suffix, files, context, reserved)
         if len(ids) > context:
-            # To their ends: the answer tells how many tokens there are.
+            # Encoded to their ends, as the answer tells the number of tokens.
             ids = model.infill.prompt(model.tokenizer, prefix, suffix)
         return tuple(ids)
     except InfillNotSupportedError as error:

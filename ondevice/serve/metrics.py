@@ -1,4 +1,4 @@
-"""Counters of the server, as Prometheus reads them, and the log: a JSON object a line."""
+"""Counters of the server, as Prometheus reads them, and the log: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LLAMA_CPP_HELP = {
     "requests_processing": ("gauge", "Requests that generate."),
     "requests_deferred": ("gauge", "Requests that wait for their turn."),
 }
-"""What programs that watch llama.cpp's server look for, by its names, of generations that ended."""
+"""Counters of ended generations by the names of llama.cpp's server, for programs that watch it."""
 
 
 class Metrics:
@@ -61,17 +61,17 @@ class Metrics:
         self._values[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
 
     def value(self, name: str) -> float:
-        """A counter or a gauge that has no labels."""
+        """The value of a counter or a gauge without labels."""
         return self._values[name, ()]
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Draft tokens of generations that ended, and how many of them became text."""
+        """Draft tokens of ended generations, and the number of those that became text."""
         drafted, accepted = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
         return self._ended[drafted], self._ended[accepted]
 
     def generated(self, stats: GenerationStats, reason: str) -> None:
-        """Count a generation that came to its end."""
+        """Count an ended generation."""
         self.add("generations_total", reason=reason)
         self.add("prompt_tokens_total", stats.prompt_tokens)
         self.add("first_token_seconds_total", stats.time_to_first_token_seconds)
@@ -92,7 +92,7 @@ class Metrics:
         ):
             self._ended[name] += amount  # type: ignore[assignment]
         if stats.neuron_cache_hit_rate:
-            # Without a hit, nothing may have been looked up: the ratio stays that of an earlier generation.
+            # 0 may mean no lookups: the gauge keeps an earlier generation's ratio.
             self._values["neuron_cache_hit_ratio", ()] = stats.neuron_cache_hit_rate  # type: ignore[assignment]
 
     def text(self) -> str:
@@ -125,19 +125,19 @@ class Metrics:
 
 
 class IgnoredLog:
-    """Logs what requests have that changes nothing, each name once, as agents send it with every request."""
+    """Logs names of ignored fields once each, as agents send them with every request."""
 
-    _MOST, _MOST_AT_ONCE = 1000, 20
+    _MAX_NAMES, _MAX_NAMES_AT_ONCE = 1000, 20
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def tell(self, names: Sequence[str]) -> None:
-        """Log those of the names that are new, in one line."""
+        """Log the new names in one line."""
         fresh = [name for name in names if name not in self._told]
-        if fresh and len(self._told) < self._MOST:
-            self._told.update(fresh[: self._MOST])
-            log_event("ignored", fields=fresh[: self._MOST_AT_ONCE], number=len(fresh))
+        if fresh and len(self._told) < self._MAX_NAMES:
+            self._told.update(fresh[: self._MAX_NAMES])
+            log_event("ignored", fields=fresh[: self._MAX_NAMES_AT_ONCE], number=len(fresh))
 
 
 def log_event(what: str, level: int = logging.INFO, **facts: Any) -> None:

@@ -1,9 +1,9 @@
-"""Which models are loaded, and whose turn it is.
+"""Loads models, and admits requests to them.
 
-Models are loaded when they are asked for, all under one budget. Up to `RuntimeConfig.parallel` requests for
-one model generate at once. Turns go round the clients that wait, a client being an address. A request for
-another model waits for its turn like any other, and those behind it wait as well; once nothing runs, the
-other models make room for its own, as `residency` says.
+Models are loaded when they are requested, all under one budget. Up to `RuntimeConfig.parallel` requests for
+one model generate at once. Waiting clients, told apart by address, are admitted in turn. A request for
+another model waits in the same queue; once nothing runs, other models make room for its model, as in
+`residency`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 PATTERN_CHARACTERS = set("*?[")
 """Characters that make an alias a pattern of many names."""
 client_address: ContextVar[str] = ContextVar("client_address", default="")
-"""Where the request that is being answered comes from."""
+"""The client's address of the present request."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's name, size and abilities, read without loading it. `created`: seconds since 1970."""
+    """A model's name, size and abilities, known without loading it. created: seconds since 1970."""
 
     name: str
     architecture: str
@@ -49,36 +49,36 @@ class ModelFacts:
     max_context: int
     """Most tokens that the model was made for."""
     planned_context: int
-    """Tokens that a text may have by the plan that was made before it was loaded."""
+    """Tokens that a text may have by the plan from before loading."""
     vocab_size: int
     digest: str
-    """What tells this bundle from others: a SHA-256 in hex."""
+    """SHA-256 of the bundle's manifest, in hex."""
     template: str
     created: int
     least_bytes: int
-    """Memory of its own in which it can run, about."""
+    """Estimated memory that the model needs to run, without the process."""
     full_bytes: int
-    """Most memory of its own that it can use, about."""
+    """Estimated memory that the model can use, without the process."""
     fills_gaps: bool
-    """Whether it has tokens for what belongs between two texts."""
+    """Whether the model has tokens to fill a gap between two texts."""
     sampling: SamplingConfig
-    """What its authors recommend for replies, where a request leaves it open."""
+    """The authors' recommendation for replies."""
 
 
 class LoadedModel:
-    """A model, and how many requests it works for."""
+    """A loaded model, and the number of requests that it works for."""
 
     def __init__(self, facts: ModelFacts, model: Model) -> None:
         self.facts = facts
         self.model = model
         self.at_work = 0
-        """Requests that it works for."""
+        """Number of requests that the model works for."""
         self.kept_until = 0.0
-        """Until when, by `time.monotonic()`, a client wants it to stay loaded."""
+        """Time of `time.monotonic()` until which a client wants the model to stay loaded."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which the model is at work, and so isn't unloaded."""
+        """A context in which the model counts as at work, so that it isn't unloaded."""
         self.at_work += 1
         try:
             yield
@@ -87,7 +87,7 @@ class LoadedModel:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a client wants it to stay loaded."""
+        """Whether a client wants the model to stay loaded."""
         return time.monotonic() < self.kept_until
 
     @property
@@ -105,15 +105,15 @@ class LoadedModel:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that waits for its turn, which is set where it comes."""
+    """A waiting request. admitted: gets its result when the request is admitted."""
 
     facts: ModelFacts
     client: str
-    turn: asyncio.Future[None]
+    admitted: asyncio.Future[None]
 
 
 class Models:
-    """The models that the server has by name, the first being what a request without a name gets."""
+    """The server's models by name; the first is the default."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class Models:
         """Args:
         facts: the models, at least one.
         load: loads a model by its name in `facts`, under a budget.
-        first: the first of them, if it is loaded already. Its budget is all models' together.
-        queue: number of requests that may wait. Up to as many again may, of clients that have none waiting.
-        metrics: counts those that wait and run.
+        first: the first model, if it is loaded already. Its budget becomes that of all models together.
+        queue: requests that may wait. Up to as many again may, of clients that have none waiting.
+        metrics: counts waiting and running requests.
         aliases: patterns of other names, each with the name of a model in `facts`.
         """
         self.facts = {model.name: model for model in facts}
@@ -143,15 +143,15 @@ class Models:
         self._waiting: deque[_Waiting] = deque()
         self._running = 0
         self._current: ModelFacts | None = None
-        """The model of the requests that run."""
+        """The running requests' model."""
         self._changing: asyncio.Task[Any] | None = None
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Tasks of the requests that wait or have a turn."""
+        """Tasks of waiting and running requests."""
         self._ended = False
-        """Whether the time of those that ran as the server stopped is over."""
+        """Whether running requests are over, because the server stops."""
         self._budget_bytes: int | None = None
-        """All models' budget; None until one is loaded."""
+        """Budget of all models together; None until one is loaded."""
         if first is not None:
             self._add(self.find(None), first)
 
@@ -167,31 +167,31 @@ class Models:
 
     @property
     def listed(self) -> list[tuple[str, ModelFacts]]:
-        """Names by which the models can be asked for, each with its model: their own, and plain aliases."""
+        """Names of the models, and aliases without patterns, each with its model."""
         plain = [(name, model) for name, model in self._aliases if not set(name) & PATTERN_CHARACTERS]
         other = [(name, self.facts[model]) for name, model in plain if name not in self.facts]
         return [*self.facts.items(), *other]
 
     def find(self, name: str | None) -> ModelFacts:
-        """The model of a name or of an alias; both may end in `:latest`. Raises RequestError for others."""
+        """The model of a name or an alias; both may end in `:latest`. Raises RequestError for other names."""
         if not name:
             return next(iter(self.facts.values()))
         names = (name, name.removesuffix(":latest"))
-        found = next((self.facts[each] for each in names if each in self.facts), None)
-        if found is None:
+        facts = next((self.facts[each] for each in names if each in self.facts), None)
+        if facts is None:
             aliased = (to for each in names for alias, to in self._aliases if fnmatchcase(each, alias))
-            found = self.facts.get(next(aliased, ""))
-        if found is None:
+            facts = self.facts.get(next(aliased, ""))
+        if facts is None:
             raise RequestError(
                 404,
                 f"there is no model {name[:100]!r}; this server has {', '.join(self.facts)}",
                 field="model",
                 code="model_not_found",
             )
-        return found
+        return facts
 
     def loaded_as(self, facts: ModelFacts) -> LoadedModel | None:
-        """The model as it is loaded; None if it isn't."""
+        """The loaded model; None if it isn't loaded."""
         return next((loaded for loaded in self.residents if loaded.facts is facts), None)
 
     def context_tokens(self, facts: ModelFacts) -> int:
@@ -200,11 +200,11 @@ class Models:
         return facts.planned_context if loaded is None else loaded.model.plan.max_context
 
     @asynccontextmanager
-    async def turn(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
+    async def admitted(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
         """A context in which the caller may generate, with the model loaded.
 
-        follows: whether the request has had a turn before. It may then wait even if too many do, as what
-        has been generated for it would be lost.
+        follows: whether the request has been admitted before. It may then wait even if too many do, as its
+        earlier generations would be lost.
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
@@ -216,7 +216,7 @@ class Models:
                 self._metrics.add("running_requests", 1)
                 loaded = await self._ensured(facts)
                 with loaded.working():
-                    # Now it is known how many may run.
+                    # Only a loaded model tells how many may run.
                     self._admit()
                     yield loaded
             finally:
@@ -225,20 +225,20 @@ class Models:
                 self._admit()
 
     @asynccontextmanager
-    async def at_hand(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
-        """A context with the model loaded, for work that is no generation. It waits only for loading."""
+    async def ensure_loaded(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
+        """A context with the model loaded, for work other than generating. It waits only for loading."""
         known = self.loaded_as(facts)
         if known is not None:
             with known.working():
                 yield known
             return
-        async with self.turn(facts) as loaded:
+        async with self.admitted(facts) as loaded:
             yield loaded
 
     def keep(self, facts: ModelFacts, seconds: float | None) -> None:
-        """Let a loaded model stay for so long as far as others need no room; 0: unload it where it is idle.
+        """Keep a loaded model for some seconds, unless others need its room; 0: unload it if it is idle.
 
-        seconds: None: as it is.
+        seconds: None: don't change anything.
         """
         loaded = self.loaded_as(facts)
         if loaded is None or seconds is None:
@@ -248,14 +248,14 @@ class Models:
             self._running and self._current is facts
         )
         if seconds == 0 and not (is_wanted or loaded.at_work or self._is_changing):
-            # At once, so that nobody gets it while it is closed.
+            # Removed before it is closed, so that no request gets it.
             self.residents.remove(loaded)
             self._changing = asyncio.create_task(self._close(loaded))
 
     async def set_budget(self, budget_bytes: int) -> None:
-        """Keep all models to another budget from now on. The one used last has what others leave of it.
+        """Set the budget of all models together. The last used model gets what others leave of it.
 
-        Raises RequestError if that one can't run in it, or none is loaded.
+        Raises RequestError if that model can't run in it, or none is loaded.
         """
         loaded = self.loaded
         if loaded is None or self._is_changing:
@@ -264,7 +264,7 @@ class Models:
         alone = plan.minimum_budget_bytes - plan.others_bytes
         try:
             if budget_bytes < alone:
-                # Nothing that others do would help.
+                # Unloading others wouldn't help.
                 raise BudgetError(
                     f"a budget of {budget_bytes} bytes is too small: {alone} is the least", alone
                 )
@@ -276,21 +276,21 @@ class Models:
         self._budget_bytes = budget_bytes
 
     def refuse(self) -> None:
-        """Refuse new requests, and those that wait for their turn."""
+        """Refuse new and waiting requests."""
         self._stopping = True
         while self._waiting:
-            turn = self._waiting.popleft().turn
-            if not turn.done():
-                turn.set_exception(_stopping())
+            future = self._waiting.popleft().admitted
+            if not future.done():
+                future.set_exception(_stopping())
 
     def end_requests(self) -> None:
-        """End the requests that have a turn, with the error of those that are refused."""
+        """End the running requests with the error of refused ones."""
         self._ended = True
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """Refuse new requests, cancel what runs and close the model."""
+        """Refuse new requests, end running ones and close the models."""
         self.refuse()
         self._ended = True
         if self._changing is not None:
@@ -300,7 +300,7 @@ class Models:
 
     @contextmanager
     def _endable(self) -> Iterator[None]:
-        """A context in which `end_requests` ends the current task's request. Raises RequestError then."""
+        """A context in which `end_requests` ends the current task's request with a RequestError."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -314,22 +314,22 @@ class Models:
             self._tasks.discard(task)
 
     async def _begin(self, facts: ModelFacts, follows: bool) -> None:
-        """Wait for a turn, and take it. Raises RequestError if too many wait."""
-        own = _Waiting(facts, client_address.get(), asyncio.get_running_loop().create_future())
-        waits = any(it.client == own.client and not it.turn.done() for it in self._waiting)
+        """Wait until the request is admitted. Raises RequestError if too many wait."""
+        entry = _Waiting(facts, client_address.get(), asyncio.get_running_loop().create_future())
+        waits = any(it.client == entry.client and not it.admitted.done() for it in self._waiting)
         most = self._queue if waits else 2 * self._queue
-        self._waiting.append(own)
+        self._waiting.append(entry)
         self._admit()
-        if not own.turn.done() and not follows and self.waiting >= most:
-            self._waiting.remove(own)
+        if not entry.admitted.done() and not follows and self.waiting >= most:
+            self._waiting.remove(entry)
             raise RequestError(
                 429, f"{self.waiting} requests wait already; try again", code="rate_limit_exceeded"
             )
         self._wait(1)
         try:
-            await own.turn
+            await entry.admitted
         except asyncio.CancelledError:
-            if not own.turn.cancelled():
+            if not entry.admitted.cancelled():
                 self._running -= 1
             self._admit()
             raise
@@ -337,12 +337,12 @@ class Models:
             self._wait(-1)
 
     def _admit(self) -> None:
-        """Give turns to those that wait, in their order, as far as there are any.
+        """Admit waiting requests in order, as far as the running ones allow.
 
-        A client whose request gets one goes behind the others with the rest of its requests.
+        The other requests of an admitted request's client go to the end of the queue.
         """
         while self._waiting:
-            if self._waiting[0].turn.cancelled():
+            if self._waiting[0].admitted.cancelled():
                 self._waiting.popleft()
                 continue
             facts, loaded = self._waiting[0].facts, self.loaded
@@ -352,7 +352,7 @@ class Models:
                     return
             self._running, self._current = self._running + 1, facts
             first = self._waiting.popleft()
-            first.turn.set_result(None)
+            first.admitted.set_result(None)
             # Stable, so that each client's requests keep their order.
             self._waiting = deque(sorted(self._waiting, key=lambda it: it.client == first.client))
 
@@ -365,7 +365,7 @@ class Models:
         return self._changing is not None and not self._changing.done()
 
     async def _ensured(self, facts: ModelFacts) -> LoadedModel:
-        """The loaded model. Changing it goes on if the client goes, or what is loaded would be lost."""
+        """The loaded model. Loading continues if the client goes."""
         while self._is_changing:
             assert self._changing is not None
             await asyncio.wait({self._changing})
@@ -375,7 +375,7 @@ class Models:
         return await asyncio.shield(changing)
 
     async def _changed(self, facts: ModelFacts) -> LoadedModel:
-        """The model, loaded or as it is, with what memory the others leave it."""
+        """The model, newly loaded or not, with the memory that the others leave it."""
         for loaded in self.residents:
             if loaded.facts is facts:
                 await self._share(loaded, self._budget_bytes)
@@ -402,11 +402,11 @@ class Models:
         return self.residents[-1]
 
     async def _share(self, loaded: LoadedModel, budget_bytes: int | None) -> None:
-        """Give a loaded model what others leave of the budget. Raises BudgetError if that is too little."""
-        plan, own = loaded.model.plan, loaded.resident
+        """Give a loaded model the memory that others leave. Raises BudgetError if that is too little."""
+        plan, resident = loaded.model.plan, loaded.resident
         assert budget_bytes is not None, "it is known once a model is loaded"
         full = plan.full_bytes - plan.process_bytes - plan.others_bytes
-        await self._make_room(own.least_bytes, full, budget_bytes, loaded)
+        await self._make_room(resident.least_bytes, full, budget_bytes, loaded)
         while True:
             try:
                 await asyncio.to_thread(loaded.model.set_dram_budget, budget_bytes)
@@ -440,7 +440,7 @@ class Models:
         return bool(idle)
 
     def _by_need(self) -> list[LoadedModel]:
-        """The loaded models, those first that make room first: not kept for a client, least recently used."""
+        """The loaded models in the order in which they make room: not kept ones first, then by last use."""
         return sorted(self.residents, key=lambda it: it.is_kept)
 
     async def _unload(self, loaded: LoadedModel) -> None:
@@ -450,12 +450,12 @@ class Models:
     async def _close(self, loaded: LoadedModel) -> None:
         is_kept = loaded.is_kept
         await asyncio.to_thread(loaded.model.close)
-        # True: a client wanted it to stay longer.
+        # kept=True: a client wanted the model to stay longer.
         log_event("unloaded", model=loaded.facts.name, kept=is_kept)
 
 
 async def _drop_prefixes(others: Sequence[LoadedModel], full_bytes: int, budget_bytes: int) -> None:
-    """Have idle models drop what texts have left, unless a model of full_bytes has room beside that."""
+    """Have idle models drop their texts' states, unless a model of full_bytes has room anyway."""
     claimed = sum(it.resident.claim_bytes for it in others)
     # A claim has one full context.
     beyond = sum(max(0, it.model.state_bytes - it.model.plan.kv_cache_bytes) for it in others)
@@ -465,7 +465,7 @@ async def _drop_prefixes(others: Sequence[LoadedModel], full_bytes: int, budget_
 
 
 def _yield_memory(model: Model) -> int:
-    """Keep a model to the least that it runs in beside the others; that budget in bytes."""
+    """Set a model's budget to the least in which it runs with the others. Returns it in bytes."""
     least = model.replanned.minimum_budget_bytes
     model.set_dram_budget(least)
     return least

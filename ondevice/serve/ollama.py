@@ -1,7 +1,7 @@
-"""Ollama's API: chat and generate as lines of JSON, and what is said of models.
+"""Ollama's API: chat and generate as lines of JSON, and facts about models.
 
-Options that only concern speed or memory are dropped: this server has a budget and a context of its own.
-`num_ctx` asks for a context of at least that length, and the log says where there is less.
+Options that concern only speed or memory are dropped, as this server has its own budget and context. The log
+says if the context is shorter than `num_ctx`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,6 @@ from ondevice.chat_template import EFFORT, abilities
 from ondevice.chat_template.tools import PromptOptions, Think, ToolCall
 from ondevice.generate import Event
 from ondevice.records import dataclass
-from ondevice.serve.asked import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    MAX_TOKENS,
-    Asked,
-    chosen,
-    take_penalties,
-    take_repeat_last_n,
-    take_seed,
-    take_temperature,
-    take_top_k,
-    take_top_p,
-)
 from ondevice.serve.errors import error_body
 from ondevice.serve.exchange import (
     Service,
@@ -46,15 +33,28 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_ollama_format
+from ondevice.serve.generation_request import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    GenerationRequest,
+    chosen,
+    take_penalties,
+    take_repeat_last_n,
+    take_seed,
+    take_temperature,
+    take_top_k,
+    take_top_p,
+)
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.models import LoadedModel, ModelFacts
 from ondevice.serve.streaming import Dialect, Reading, streamed
 from ondevice.serve.tools import LEVELS, checked_messages, function_tool, take_calls, take_tools
 
 VERSION = "0.12.0"
-"""The release of Ollama whose API this follows. Clients such as VS Code's look for a least one."""
+"""The release of Ollama whose API this follows. Clients such as VS Code's require a minimum."""
 NEVER = "9999-12-31T23:59:59Z"
-"""When a loaded model is unloaded by itself."""
+"""Time at which a loaded model expires."""
 SPEED_OPTIONS = (
     "f16_kv",
     "logits_all",
@@ -69,21 +69,21 @@ SPEED_OPTIONS = (
     "use_mmap",
     "vocab_only",
 )
-MOST_SECONDS, MOST_DURATION_CHARS = 1e9, 64
+MAX_SECONDS, MAX_DURATION_CHARS = 1e9, 64
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|\u00b5s|ms|s|m|h)")
 _Shape = Callable[[str, str], dict[str, Any]]
-"""What one line says of a reply's text and of thinking."""
+"""Returns a line's fields for a part of the reply's text and a part of its thinking."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    asked: Asked
+    generation: GenerationRequest
     stream: bool
     think: bool
     shape: _Shape
     keep_seconds: float | None
-    """How long the model stays behind the answer at least; None: the request doesn't say."""
+    """Seconds for which the model stays loaded after the answer; None: the request doesn't say."""
 
 
 def routes(service: Service) -> list[Route]:
@@ -157,8 +157,12 @@ async def _chat(service: Service, request: Request) -> Response:
     shape = partial(_said, think is not False)
     if not messages:
         return await _load(service, model, shape, kept)
-    asked = Asked(model, messages=messages, prompting=prompting, options=options, least_context=context)
-    return await _answer(service, request, _Request(asked, stream, think is not False, shape, kept))
+    generation_request = GenerationRequest(
+        model, messages=messages, prompting=prompting, options=options, least_context=context
+    )
+    return await _answer(
+        service, request, _Request(generation_request, stream, think is not False, shape, kept)
+    )
 
 
 async def _generate(service: Service, request: Request) -> Response:
@@ -182,20 +186,26 @@ async def _generate(service: Service, request: Request) -> Response:
     if not prompt and suffix is None:
         return await _load(service, model, shape, kept)
     if plain:
-        # What belongs between two texts is no reply: the template and the system message have no part in it.
-        asked = Asked(model, prompt=prompt, suffix=suffix, options=options, least_context=context)
+        # Filling a gap uses neither the template nor the system message.
+        generation_request = GenerationRequest(
+            model, prompt=prompt, suffix=suffix, options=options, least_context=context
+        )
     else:
         first = ({"role": "system", "content": system},) if system else ()
         messages = (*first, {"role": "user", "content": prompt})
         prompting = PromptOptions(think=think)
-        asked = Asked(model, messages, prompting=prompting, options=options, least_context=context)
-    return await _answer(service, request, _Request(asked, stream, think is not False, shape, kept))
+        generation_request = GenerationRequest(
+            model, messages, prompting=prompting, options=options, least_context=context
+        )
+    return await _answer(
+        service, request, _Request(generation_request, stream, think is not False, shape, kept)
+    )
 
 
 async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float | None) -> Response:
-    """A request without a text loads the model, or unloads it where it is to be kept for no time."""
+    """Answer a request without a text: load the model, or unload it if `kept` is 0 seconds."""
     if kept != 0:
-        async with service.models.at_hand(model):
+        async with service.models.ensure_loaded(model):
             pass
     service.models.keep(model, kept)
     done = {"done": True, "done_reason": "unload" if kept == 0 else "load"}
@@ -204,32 +214,32 @@ async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float 
 
 async def _answer(service: Service, request: Request, wanted: _Request) -> Response:
     if wanted.stream:
-        reading, path = reading_of(service, wanted.asked), request.url.path
+        reading, path = reading_of(service, wanted.generation), request.url.path
         dialect = Dialect(partial(_ping, wanted), lambda error: _line(error_body(path, error)))
         return await streamed(_lines(service, wanted, reading), reading, dialect, "application/x-ndjson")
     begun = time.monotonic_ns()
     try:
-        async with generation(service, wanted.asked) as running:
+        async with generation(service, wanted.generation) as running:
             events = [event async for event in running]
     finally:
-        service.models.keep(wanted.asked.model, wanted.keep_seconds)
+        service.models.keep(wanted.generation.model, wanted.keep_seconds)
     reply = "".join(event.text for event in events if not event.thinking)
     thought = "".join(event.text for event in events if event.thinking)
-    body = _head(wanted.asked.model) | wanted.shape(reply, thought) | _end(events[-1], begun)
+    body = _head(wanted.generation.model) | wanted.shape(reply, thought) | _end(events[-1], begun)
     if calls := [_call(event.tool_call) for event in events if event.tool_call is not None]:
         body["message"]["tool_calls"] = calls
     return json_answer(body)
 
 
 def _ping(wanted: _Request, reading: Reading) -> bytes:
-    """A line without text: lines of JSON have no comments."""
-    return _line(_head(wanted.asked.model) | wanted.shape("", "") | {"done": False})
+    """A line without text, as lines of JSON have no comments."""
+    return _line(_head(wanted.generation.model) | wanted.shape("", "") | {"done": False})
 
 
 async def _lines(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
-    begun, model = time.monotonic_ns(), wanted.asked.model
+    begun, model = time.monotonic_ns(), wanted.generation.model
     try:
-        async with generation(service, wanted.asked, reading) as running:
+        async with generation(service, wanted.generation, reading) as running:
             async for event in running:
                 reply, thought = ("", event.text) if event.thinking else (event.text, "")
                 if reply or (thought and wanted.think):
@@ -248,13 +258,13 @@ def _line(value: Any) -> bytes:
 
 
 def _said(think: bool, reply: str, thought: str) -> dict[str, Any]:
-    """A piece of a chat."""
+    """The fields of a part of a chat's reply."""
     message = {"role": "assistant", "content": reply}
     return {"message": message | ({"thinking": thought} if thought and think else {})}
 
 
 def _written(think: bool, reply: str, thought: str) -> dict[str, Any]:
-    """A piece of a text."""
+    """The fields of a part of a continued text."""
     return {"response": reply} | ({"thinking": thought} if thought and think else {})
 
 
@@ -263,7 +273,7 @@ def _head(model: ModelFacts) -> dict[str, Any]:
 
 
 def _end(last: Event, begun: int) -> dict[str, Any]:
-    """What the last line says. begun: `time.monotonic_ns()` when the request came. Times are in ns."""
+    """The last line's fields. begun: `time.monotonic_ns()` at the request. Times are in ns."""
     stats = last.stats
     assert stats is not None
     return {
@@ -286,21 +296,21 @@ def _message(fields: Fields) -> dict[str, Any]:
     role = fields.required_text("role")
     if role not in ("system", "user", "assistant", "tool"):
         fields.refuse("role", f"is {role[:40]!r}; it must be system, user, assistant or tool")
-    found: dict[str, Any] = {"role": role, "content": fields.text("content", "") or ""}
+    message: dict[str, Any] = {"role": role, "content": fields.text("content", "") or ""}
     if role == "assistant":
-        found |= {"tool_calls": take_calls(fields), "thinking": fields.text("thinking")}
+        message |= {"tool_calls": take_calls(fields), "thinking": fields.text("thinking")}
     if role == "tool":
         name = fields.text("tool_name") or fields.text("name")
-        found |= {"tool_call_id": fields.text("tool_call_id"), "name": name}
+        message |= {"tool_call_id": fields.text("tool_call_id"), "name": name}
     fields.neutral("images", [])
     fields.neutral("tool_calls", [], why="only an assistant's message has calls")
     fields.ignore("thinking", "tool_name", "name", "tool_call_id")
     fields.close()
-    return found
+    return message
 
 
 def _take_options(fields: Fields) -> tuple[dict[str, Any], int]:
-    """Options of SamplingConfig from `options`, and the tokens of context that it asks for."""
+    """Options of SamplingConfig from the field `options`, and its `num_ctx`, 0 if unset."""
     given = fields.object("options")
     if given is None:
         return {}, 0
@@ -342,7 +352,7 @@ def _take_think(fields: Fields, model: ModelFacts) -> Think:
 
 
 def _take_rest(fields: Fields) -> float | None:
-    """Fields that change no text; how long the model is to stay loaded at least, in seconds."""
+    """Take fields that change no text. Returns the seconds of `keep_alive`, if it is set."""
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)
     # A prompt that is too long is refused, and a full context ends a text, whatever these say.
@@ -353,15 +363,15 @@ def _take_rest(fields: Fields) -> float | None:
 
 
 def _seconds(fields: Fields, value: Any) -> float:
-    """A duration: a number of seconds, or numbers with units. Negative ones are for ever."""
+    """A duration in seconds, from a number of seconds or numbers with units; infinite if negative."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return math.inf if value < 0 else float(min(value, MOST_SECONDS))
+        return math.inf if value < 0 else float(min(value, MAX_SECONDS))
     if not isinstance(value, str):
         _refuse_duration(fields)
     sign, text = value.startswith("-"), value.lstrip("+-")
     if text.isascii() and text.isdecimal() and len(text) < 12:
         text += "s"
-    parts = _DURATION.findall(text[:MOST_DURATION_CHARS])
+    parts = _DURATION.findall(text[:MAX_DURATION_CHARS])
     if not parts or "".join(map("".join, parts)) != text:
         _refuse_duration(fields)
     return math.inf if sign else sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)

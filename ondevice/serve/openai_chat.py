@@ -1,6 +1,6 @@
-"""`/v1/chat/completions`: OpenAI's chat, whole or as server-sent events.
+"""`/v1/chat/completions`: OpenAI's chat, at once or as server-sent events.
 
-Thinking is told apart as `reasoning_content`, the name that most servers with such models use.
+Thinking is sent as `reasoning_content`, as by most servers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from ondevice.chat_template import SWITCHES
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.reply_prefix import ReplyPrefix
 from ondevice.chat_template.tools import PromptOptions
-from ondevice.config import MOST_LOGPROBS
+from ondevice.config import MAX_TOP_LOGPROBS
 from ondevice.generate import Event
 from ondevice.records import dataclass
-from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (
     Service,
     generation,
@@ -34,6 +33,7 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_response_format
+from ondevice.serve.generation_request import GenerationRequest, take_limit
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import (
     IGNORED,
@@ -63,7 +63,7 @@ from ondevice.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class _Request:
-    asked: Asked
+    generation: GenerationRequest
     choices: int
     stream: bool
     include_usage: bool
@@ -76,18 +76,18 @@ def routes(service: Service) -> list[Route]:
 
 async def _chat(service: Service, request: Request) -> Response:
     wanted = _read(service, await read_object(service, request))
-    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.asked.model.name}
+    head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": wanted.generation.model.name}
     if wanted.stream:
         head |= {"object": "chat.completion.chunk"} | ({"usage": None} if wanted.include_usage else {})
-        reading = reading_of(service, wanted.asked)
+        reading = reading_of(service, wanted.generation)
         progress = partial(_progress, head) if wanted.tells_progress else None
         dialect = sse_dialect(request.url.path, progress)
         return await streamed(_chunks(service, wanted, head, reading), reading, dialect)
     choices, usages = [], []
     for index in range(wanted.choices):
-        async with generation(service, wanted.asked.again(index)) as running:
+        async with generation(service, wanted.generation.again(index)) as running:
             events = [event async for event in running]
-            choices.append(_choice(index, events, running.tokenizer, wanted.asked))
+            choices.append(_choice(index, events, running.tokenizer, wanted.generation))
         usages.append(_usage(events))
     body = {"object": "chat.completion", "choices": choices, "usage": summed(usages, wanted.choices)}
     return json_answer(head | body)
@@ -100,7 +100,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     limits = [take_limit(fields, name) for name in ("max_tokens", "max_completion_tokens")]
     if any(limits):
         options["max_tokens"] = min(filter(None, limits))
-    most = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    most = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if fields.boolean("logprobs"):
         options["top_logprobs"] = most or 0
     elif most:
@@ -128,12 +128,14 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.boolean("store")
     fields.ignore(*IGNORED)
     fields.close()
-    asked = Asked(model, messages, prompting=prompting, options=options, constraint_field="response_format")
-    return _Request(asked, choices, stream, include_usage, tells_progress)
+    generation_request = GenerationRequest(
+        model, messages, prompting=prompting, options=options, constraint_field="response_format"
+    )
+    return _Request(generation_request, choices, stream, include_usage, tells_progress)
 
 
 def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
-    """Tools, and whether to think: by OpenAI's field, or by the one for templates that others have."""
+    """Tools, and whether to think: by OpenAI's field, or by other servers' `chat_template_kwargs`."""
     tools, choice = take_tools(fields, function_tool), take_choice(fields, nested_name)
     prompting = chosen_tools(fields, tools, choice, fields.boolean("parallel_tool_calls", True))
     think = take_effort(fields, "reasoning_effort", model)
@@ -147,7 +149,7 @@ def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
 
 
 def _cut_reply(fields: Fields, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], ReplyPrefix]:
-    """The messages before a reply that was cut, and its text, which the model continues."""
+    """The messages before an unfinished reply, and the reply's text, which the model continues."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not (last["content"] or last.get("thinking")):
         fields.refuse(
@@ -157,7 +159,7 @@ def _cut_reply(fields: Fields, messages: tuple[Message, ...]) -> tuple[tuple[Mes
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether the stream tells the usage."""
+    """Whether to stream, and whether the stream has the usage."""
     stream = fields.boolean("stream")
     options = fields.object("stream_options")
     if options is None:
@@ -168,7 +170,9 @@ def take_stream(fields: Fields) -> tuple[bool, bool]:
     return stream, include_usage and stream
 
 
-def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked) -> dict[str, Any]:
+def _choice(
+    index: int, events: list[Event], tokenizer: Tokenizer, request: GenerationRequest
+) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": "".join(event.text for event in events if not event.thinking),
@@ -181,7 +185,7 @@ def _choice(index: int, events: list[Event], tokenizer: Tokenizer, asked: Asked)
     return {
         "index": index,
         "message": message,
-        "logprobs": _logprobs(events, tokenizer) if "top_logprobs" in asked.options else None,
+        "logprobs": _logprobs(events, tokenizer) if "top_logprobs" in request.options else None,
         "finish_reason": finish_reason(events[-1], len(calls)),
     }
 
@@ -204,7 +208,7 @@ def _usage(events: list[Event]) -> dict[str, Any]:
 
 
 def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A part of a stream. more: of its choice."""
+    """A part of a stream. more: more fields of its choice."""
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
     return head | {"choices": [choice]}
 
@@ -216,7 +220,7 @@ def _progress(head: dict[str, Any], reading: Reading, progress: PromptProgress) 
 async def _chunks(
     service: Service, wanted: _Request, head: dict[str, Any], reading: Reading
 ) -> AsyncGenerator[bytes, None]:
-    """head: what all chunks have."""
+    """The stream's chunks. head: the fields that all chunks have."""
     usages = []
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
@@ -227,7 +231,7 @@ async def _chunks(
         events: list[Event] = []
         begun = calls = 0
         steps = CallSteps()
-        async with generation(service, wanted.asked.again(index), reading) as running:
+        async with generation(service, wanted.generation.again(index), reading) as running:
             async for event in running:
                 if not events:
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
@@ -252,7 +256,7 @@ async def _chunks(
 
 
 def _call_delta(step: CallStep, index: int) -> dict[str, Any]:
-    """What a stream says of a call: its name, then its arguments."""
+    """The delta of a step of a call: its name, or a part of its arguments."""
     if step.kind == "begins":
         begun = {"id": step.id, "type": "function", "function": {"name": step.name, "arguments": ""}}
         return {"tool_calls": [{"index": index} | begun]}

@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: sampling fields, messages, usage."""
+"""The common parts of OpenAI's dialects: sampling fields, messages, usage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 from ondevice.chat_template.messages import Message
 from ondevice.chat_template.tools import ToolCall
 from ondevice.generate import Event
-from ondevice.serve.asked import (
+from ondevice.serve.content import take_text, told_text
+from ondevice.serve.fields import Fields
+from ondevice.serve.generation_request import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     chosen,
@@ -18,8 +20,6 @@ from ondevice.serve.asked import (
     take_top_k,
     take_top_p,
 )
-from ondevice.serve.content import take_text, told_text
-from ondevice.serve.fields import Fields
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.tools import checked_messages, take_calls, take_function
 from ondevice.stats import GenerationStats
@@ -28,8 +28,8 @@ from ondevice.tokenizer import Tokenizer
 MAX_CHOICES = 8
 MAX_BIASES = 1024
 NO_FUNCTIONS = "tools took the place of functions"
-LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON doesn't have."""
+MIN_LOGPROB = -9999.0
+"""The value for minus infinity, which JSON doesn't have."""
 IGNORED = (
     "metadata",
     "prompt_cache_key",
@@ -40,13 +40,13 @@ IGNORED = (
 )
 """Fields that change no text here: names of users, keys of caches, tiers of service."""
 CONSTRAINTS = ("grammar", "guided_choice", "guided_grammar", "guided_regex", "structured_outputs")
-"""Fields that ask other servers for answers of a form, without which their clients couldn't read them."""
+"""Fields that ask other servers for a constraint. Ignoring one would give unreadable answers."""
 
 
 def take_sampling(fields: Fields, model: ModelFacts, schema_field: str = "response_format") -> dict[str, Any]:
-    """Options of SamplingConfig from the fields that OpenAI's dialects have, and common extensions.
+    """Options of SamplingConfig from OpenAI's fields and common extensions.
 
-    schema_field: the field that has a schema in place of CONSTRAINTS.
+    schema_field: the field whose schema takes the place of CONSTRAINTS.
     """
     options = {
         "temperature": take_temperature(fields, 2.0),
@@ -78,7 +78,7 @@ def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
     names = given.names()
     if len(names) > MAX_BIASES:
         fields.refuse("logit_bias", f"has {len(names)} tokens; it may have {MAX_BIASES}")
-    found = {}
+    biases = {}
     for name in names:
         if not (name.isascii() and name.isdecimal() and len(name) <= 9):
             fields.refuse("logit_bias", f"names {name[:40]!r}, which is no token id")
@@ -86,21 +86,21 @@ def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
             fields.refuse("logit_bias", f"names token {name}; {ids_of(model)}")
         bias = given.number(name, -100.0, 100.0)
         if bias is not None:
-            found[int(name)] = bias
-    return found
+            biases[int(name)] = bias
+    return biases
 
 
 def ids_of(model: ModelFacts) -> str:
-    """The range of a model's token ids, in words for an error."""
+    """Words for an error: the range of a model's token ids."""
     return f"ids of this model run from 0 to {model.vocab_size - 1}"
 
 
 def take_messages(fields: Fields, name: str = "messages") -> tuple[Message, ...]:
-    """The messages of a chat. `developer` is what `system` was called before."""
-    found = tuple(_message(each) for each in fields.objects(name))
-    if not found:
+    """The messages of a chat. The role `developer` becomes `system`."""
+    messages = tuple(_message(each) for each in fields.objects(name))
+    if not messages:
         fields.refuse(name, "is empty; give at least one message")
-    return checked_messages(fields, name, found)
+    return checked_messages(fields, name, messages)
 
 
 def _message(fields: Fields) -> Message:
@@ -109,24 +109,24 @@ def _message(fields: Fields) -> Message:
     if role not in roles:
         fields.refuse("role", f"is {role[:40]!r}; it must be {', '.join(roles[:-2])} or tool")
     if role in ("tool", "function"):
-        made: dict[str, Any] = {"role": "tool", "content": told_text(fields, "content")}
-        made |= {"tool_call_id": fields.text("tool_call_id"), "name": fields.text("name")}
+        message: dict[str, Any] = {"role": "tool", "content": told_text(fields, "content")}
+        message |= {"tool_call_id": fields.text("tool_call_id"), "name": fields.text("name")}
     else:
         text = take_text(fields, "content", empty=role == "assistant", written=role == "assistant")
-        made = {"role": "system" if role == "developer" else role, "content": text}
+        message = {"role": "system" if role == "developer" else role, "content": text}
     if role == "assistant":
-        made["tool_calls"] = take_calls(fields) + _older_call(fields)
-        made["thinking"] = fields.text("reasoning_content") or fields.text("reasoning")
+        message["tool_calls"] = take_calls(fields) + _older_call(fields)
+        message["thinking"] = fields.text("reasoning_content") or fields.text("reasoning")
     fields.neutral("tool_calls", [], why="only an assistant's message has calls")
     fields.neutral("function_call", why=NO_FUNCTIONS)
     fields.neutral("audio")
     fields.ignore("name", "refusal", "reasoning_content", "reasoning", "annotations", "cache_control")
     fields.close()
-    return made
+    return message
 
 
 def _older_call(fields: Fields) -> list[dict[str, Any]]:
-    """The call of a message of the time before tools, which had one and no id."""
+    """The call in the older field `function_call`, which has no id."""
     function = fields.object("function_call")
     return [] if function is None else [take_function(function, None, "arguments")]
 
@@ -161,7 +161,7 @@ def summed(usages: list[dict[str, Any]], choices: int) -> dict[str, Any]:
 
 
 def finish_reason(event: Event, calls: int = 0) -> str:
-    """`stop` or `length`; `tool_calls` where a reply that isn't cut short has calls."""
+    """`stop` or `length`; `tool_calls` for a complete reply with calls."""
     reason = event.finish_reason or "stop"
     return "tool_calls" if calls and reason == "stop" else reason
 
@@ -173,7 +173,7 @@ def call_entry(call: ToolCall) -> dict[str, Any]:
 
 
 def shown_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text. Bytes that are no whole character are escaped, so that tokens stay apart."""
+    """A token as text. Bytes of incomplete characters are escaped, so that tokens stay different."""
     data = tokenizer.token_bytes(token)
     return data.decode("utf-8", "backslashreplace") if data else tokenizer.piece(token)
 
@@ -182,6 +182,6 @@ def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str,
     """One token of `logprobs.content`, without its alternatives."""
     return {
         "token": shown_token(tokenizer, token),
-        "logprob": max(logprob, LEAST_LOGPROB),
+        "logprob": max(logprob, MIN_LOGPROB),
         "bytes": list(tokenizer.token_bytes(token)),
     }

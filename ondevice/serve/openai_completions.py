@@ -1,4 +1,4 @@
-"""`/v1/completions`: continues a text, or token ids, as it stands."""
+"""`/v1/completions`: continues a text, or token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from starlette.routing import Route
 from ondevice.generate import Event
 from ondevice.records import dataclass
 from ondevice.scoring import TokenScore
-from ondevice.serve.asked import Asked, take_limit
 from ondevice.serve.exchange import (
     Generation,
     Service,
@@ -27,12 +26,13 @@ from ondevice.serve.exchange import (
     reading_of,
 )
 from ondevice.serve.fields import Fields
+from ondevice.serve.generation_request import GenerationRequest, take_limit
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_chat import take_stream
 from ondevice.serve.openai_common import (
     IGNORED,
-    LEAST_LOGPROB,
     MAX_CHOICES,
+    MIN_LOGPROB,
     finish_reason,
     ids_of,
     shown_token,
@@ -45,14 +45,14 @@ from ondevice.serve.streaming import Reading, sse, sse_dialect, streamed
 from ondevice.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-"""What OpenAI documents for this path."""
+"""OpenAI's documented default for this path."""
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 5
 
 
 @dataclass(frozen=True)
 class _Request:
-    asked: tuple[Asked, ...]
+    generations: tuple[GenerationRequest, ...]
     """One for each choice: all choices of a prompt, then those of the next."""
     choices: int
     stream: bool
@@ -63,7 +63,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Echo:
-    """A prompt as an answer begins with it: its text, and `logprobs` of its tokens. By default, nothing."""
+    """The prompt at the beginning of an answer: its text, and `logprobs` of its tokens. Empty by default."""
 
     text: str = ""
     tokens: tuple[str, ...] = ()
@@ -82,18 +82,18 @@ async def _complete(service: Service, request: Request) -> Response:
         "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": int(time.time()),
-        "model": wanted.asked[0].model.name,
+        "model": wanted.generations[0].model.name,
     }
     if wanted.stream:
-        reading = reading_of(service, wanted.asked[0])
+        reading = reading_of(service, wanted.generations[0])
         parts = _chunks(service, wanted, head, reading)
         return await streamed(parts, reading, sse_dialect(request.url.path))
     choices, usages = [], []
-    for index, asked in enumerate(wanted.asked):
-        async with generation(service, asked) as running:
+    for index, each in enumerate(wanted.generations):
+        async with generation(service, each) as running:
             events = [event async for event in running]
-            echo = _echo(running, asked) if wanted.echo else _Echo()
-            text, logprobs = "".join(event.text for event in events), _logprobs(events, running, asked, echo)
+            echo = _echo(running, each) if wanted.echo else _Echo()
+            text, logprobs = "".join(event.text for event in events), _logprobs(events, running, each, echo)
             choices.append(
                 {
                     "index": index,
@@ -127,14 +127,17 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.ignore(*IGNORED)
     fields.close()
     scores = logprobs if echo else None
-    asked = [Asked(model, prompt=prompt, suffix=suffix, scores=scores, options=options) for prompt in prompts]
-    first, *rest = (each.again(index) for each in asked for index in range(choices))
+    requests = [
+        GenerationRequest(model, prompt=prompt, suffix=suffix, scores=scores, options=options)
+        for prompt in prompts
+    ]
+    first, *rest = (each.again(index) for each in requests for index in range(choices))
     every = (first, *(replace(each, follows=True) for each in rest))
     return _Request(every, choices, stream, include_usage, echo)
 
 
 def _take_suffix(fields: Fields, prompts: Sequence[str | tuple[int, ...]]) -> str | None:
-    """The text behind the gap; empty is none."""
+    """The text after the gap; None if it is empty."""
     suffix = fields.text("suffix") or None
     if suffix is not None and not all(isinstance(prompt, str) for prompt in prompts):
         fields.refuse("suffix", "needs a prompt that is text, not token ids")
@@ -163,16 +166,16 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-def _echo(running: Generation, asked: Asked) -> _Echo:
-    """The prompt of a generation that has an event. Its first token has no log-probability."""
-    parts = prompt_parts(running.tokenizer, asked.prompt, running.prompt)
-    text = asked.prompt if isinstance(asked.prompt, str) else "".join(parts)
-    if asked.scores is None:
+def _echo(running: Generation, request: GenerationRequest) -> _Echo:
+    """The echo of a generation that has an event. The first token has no log-probability."""
+    parts = prompt_parts(running.tokenizer, request.prompt, running.prompt)
+    text = request.prompt if isinstance(request.prompt, str) else "".join(parts)
+    if request.scores is None:
         return _Echo(text)
     return _Echo(
         text,
         tuple(shown_token(running.tokenizer, token) for token in running.prompt),
-        (None, *(max(score.logprob, LEAST_LOGPROB) for score in running.scores[:-1])),
+        (None, *(max(score.logprob, MIN_LOGPROB) for score in running.scores[:-1])),
         (None, *(_shown_top(running.tokenizer, score.top_logprobs) for score in running.scores[:-1])),
         tuple(min(end - len(part), len(text)) for part, end in zip(parts, _ends(parts), strict=True)),
     )
@@ -184,21 +187,21 @@ def _ends(parts: Sequence[str]) -> Iterator[int]:
 
 
 def _shown_top(tokenizer: Tokenizer, top: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """Log-probabilities of the likeliest tokens. Of several that look alike, the likeliest counts."""
+    """Log-probabilities of the likeliest tokens, by text. Of tokens with equal texts the likeliest counts."""
     shown: dict[str, float] = {}
     for token, chance in top:
-        shown.setdefault(shown_token(tokenizer, token), max(chance, LEAST_LOGPROB))
+        shown.setdefault(shown_token(tokenizer, token), max(chance, MIN_LOGPROB))
     return shown
 
 
 def _logprobs(
-    events: list[Event], running: Generation, asked: Asked, echo: _Echo, offset: int = 0
+    events: list[Event], running: Generation, request: GenerationRequest, echo: _Echo, offset: int = 0
 ) -> dict[str, Any] | None:
-    """The tokens, their log-probabilities, and where each one's text begins, as far as it is known.
+    """The tokens, their log-probabilities, and the known offset of each one's text.
 
-    echo: what stands before them. offset: where the events' text begins behind that.
+    echo: the prompt before them. offset: of the events' text after the echo.
     """
-    if "top_logprobs" not in asked.options:
+    if "top_logprobs" not in request.options:
         return None
     tokens, chances = [*echo.tokens], [*echo.token_logprobs]
     likeliest, offsets = [*echo.top_logprobs], [*echo.text_offset]
@@ -206,24 +209,26 @@ def _logprobs(
     for event in events:
         if event.token is not None and event.logprob is not None:
             tokens.append(shown_token(running.tokenizer, event.token))
-            chances.append(max(event.logprob, LEAST_LOGPROB))
+            chances.append(max(event.logprob, MIN_LOGPROB))
             likeliest.append(_shown_top(running.tokenizer, event.top_logprobs))
             offsets.append(offset)
         offset += len(event.text)
-    if (end := _silent_end(events, running, asked)) is not None:
+    if (end := _silent_end(events, running, request)) is not None:
         tokens.append(shown_token(running.tokenizer, end.token))
-        chances.append(max(end.logprob, LEAST_LOGPROB))
+        chances.append(max(end.logprob, MIN_LOGPROB))
         likeliest.append(_shown_top(running.tokenizer, end.top_logprobs))
         offsets.append(offset)
     return {"tokens": tokens, "token_logprobs": chances, "top_logprobs": likeliest, "text_offset": offsets}
 
 
-def _silent_end(events: Sequence[Event], running: Generation, asked: Asked) -> TokenScore | None:
-    """The token that ended a text behind an echo before it began, where it was the likeliest one.
+def _silent_end(
+    events: Sequence[Event], running: Generation, request: GenerationRequest
+) -> TokenScore | None:
+    """The end-of-text token of a reply without tokens, if it is the likeliest one and scores are requested.
 
-    Programs that score by `echo` and `max_tokens` of 1, as lm-eval does, take the last token away.
+    Programs that score by `echo` and a `max_tokens` of 1, such as lm-eval, drop the last token.
     """
-    as_it_is = not asked.options.get("temperature") and "logit_bias" not in asked.options
+    as_it_is = not request.options.get("temperature") and "logit_bias" not in request.options
     written = any(event.token is not None for event in events)
     if not running.scores or written or not as_it_is or not events or events[-1].finish_reason != "stop":
         return None
@@ -242,9 +247,9 @@ async def _chunks(
     if wanted.include_usage:
         head = head | {"usage": None}
     usages = []
-    for index, asked in enumerate(wanted.asked):
-        async with generation(service, asked, reading) as running:
-            async for choice, event in _choices(running, asked, wanted.echo):
+    for index, request in enumerate(wanted.generations):
+        async with generation(service, request, reading) as running:
+            async for choice, event in _choices(running, request, wanted.echo):
                 yield sse(head | {"choices": [{"index": index} | choice]})
                 if event.finish_reason is not None:
                     usages.append(_usage(event))
@@ -254,22 +259,22 @@ async def _chunks(
 
 
 async def _choices(
-    running: Generation, asked: Asked, echoes: bool
+    running: Generation, request: GenerationRequest, echoes: bool
 ) -> AsyncIterator[tuple[dict[str, Any], Event]]:
-    """What each chunk says of one generation, with its event. The prompt's own chunk has the first one."""
+    """The choice of each chunk of a generation, with its event. The echo's chunk has the first event."""
     offset, echo = 0, None
     async for event in running:
         begins = echo is None
         if echoes and echo is None:
-            echo = _echo(running, asked)
-            logprobs = _logprobs([], running, asked, echo)
+            echo = _echo(running, request)
+            logprobs = _logprobs([], running, request, echo)
             first = replace(event, finish_reason=None)
             yield {"text": echo.text, "logprobs": logprobs, "finish_reason": None}, first
             offset = len(echo.text)
         last = event.finish_reason is not None
         if event.text or last or event.logprob is not None:
             tells = event.token is not None or (echoes and begins)
-            logprobs = _logprobs([event], running, asked, _Echo(), offset) if tells else None
+            logprobs = _logprobs([event], running, request, _Echo(), offset) if tells else None
             yield (
                 {
                     "text": event.text,

@@ -1,7 +1,7 @@
 """The conversation and the tools of a request to `/v1/responses`.
 
-Items are messages, reasoning, calls and their outputs. Calls of tools that aren't functions, which another
-model made, are told as calls like any other where a client ran them; what a server ran itself is left out.
+Items are messages, reasoning, calls and their outputs. Another model's calls of tools that aren't functions
+become calls like others if a client ran them; calls that a server ran are left out.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from ondevice.serve.tools import call_message, flat_tool
 NO_STATE = "this server keeps no responses; send the whole conversation"
 ROLES = ("system", "developer", "user", "assistant")
 _REQUESTS = ("arguments", "input", "action", "operation", "actions")
-"""Fields that have what a call asks for, by the kinds of calls."""
+"""Fields with a call's arguments, in calls of all kinds."""
 
 
 class Namespaces:
-    """Tools that come in groups, each known to the model by one name: its own, behind its group's where two
-    would have the same.
-    """
+    """Tools in groups. The model knows each by its name, with its group's name before it if two are equal."""
 
     def __init__(self, tools: Any = None) -> None:
-        """tools: the request's, as they came."""
+        """tools: the request's field."""
         self._plain = {it.get("name") for it in _objects(tools) if it.get("type") != "namespace"}
         self._groups: dict[str, tuple[str, str]] = {}
-        """The group's name and the tool's own, by the name that the model knows."""
+        """The group and the name in it, by the name that the model knows."""
         self._known: dict[tuple[str | None, str], str] = {}
-        """The other way round."""
+        """The inverse of `_groups`."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
-        """The functions of a tool: itself, or those of a group."""
+        """A tool's functions: one, or those of a group."""
         if fields.peek("type") != "namespace":
             return flat_tool(fields)
         if not isinstance(fields.peek("tools"), list):
@@ -61,7 +59,7 @@ class Namespaces:
         return self._known.get((group, plain), plain)
 
     def told(self, name: str) -> dict[str, str]:
-        """How a response names a tool that the model calls."""
+        """The fields by which a response names a tool that the model calls."""
         if name not in self._groups:
             return {"name": name}
         group, plain = self._groups[name]
@@ -73,10 +71,8 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def take_input(fields: Fields, namespaces: Namespaces) -> tuple[Message, ...]:
-    """The conversation: a user's text, or a list of messages, calls and results.
-
-    Reasoning counts where it led to calls.
-    """
+    """The conversation: a user's text, or a list of messages, calls and results. Reasoning before calls is
+    kept."""
     value = fields.take("input")
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
@@ -123,12 +119,12 @@ def _take_message(item: Fields) -> dict[str, Any]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Fields, kind: str, namespaces: Namespaces) -> None:
-    """Calls belong to the assistant's message before them."""
+    """Add a call to the assistant's message before it, or to a new one."""
     name = item.text("name") or kind.removesuffix("_call")
     known = namespaces.known(item.text("namespace"), name)
     field = next((each for each in _REQUESTS if item.peek(each) is not None), "arguments")
     value = item.take(field)
-    # What isn't JSON by its kind, such as a patch, is a call's one argument.
+    # A value that isn't JSON, such as a patch, becomes the call's only argument.
     arguments = {field: value} if field != "arguments" and isinstance(value, str) else value
     call = call_message(item.text("call_id", "") or "", known, arguments)
     if not messages or messages[-1]["role"] != "assistant":
@@ -142,7 +138,7 @@ def _take_result(item: Fields) -> dict[str, Any]:
 
 
 def _leave_out(item: Fields, kind: str) -> None:
-    """Leave out what a server ran or kept. Raises RequestError for what this one would have to have kept."""
+    """Leave out an item that a server ran. Raises RequestError for a reference to a kept item."""
     if kind == "item_reference":
         item.refuse("type", f"is {kind!r}, and {NO_STATE}")
     why = f"is {kind[:40]!r}, and this server takes messages, calls and results"
@@ -150,7 +146,7 @@ def _leave_out(item: Fields, kind: str) -> None:
 
 
 def echoed_tools(tools: Sequence[Mapping[str, Any]], namespaces: Namespaces) -> list[dict[str, Any]]:
-    """The tools that the model has, as a response repeats them."""
+    """The model's tools, as a response repeats them."""
     return [
         {"type": "function", "strict": False} | tool["function"] | namespaces.told(tool["function"]["name"])
         for tool in tools

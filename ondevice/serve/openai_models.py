@@ -1,7 +1,6 @@
-"""`/v1/models`, as OpenAI has it, and as Anthropic does for clients that send its version header.
+"""`/v1/models` in OpenAI's form, or in Anthropic's for clients that send its version header.
 
-`/api/v0/models` is LM Studio's form of the same. All tell the context, by the names that known servers have
-for it.
+`/api/v0/models` is LM Studio's form. All have the context, by the names of known servers.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def routes(service: Service) -> list[Route]:
 
 async def _list(service: Service, request: Request) -> Response:
     listed = service.models.listed
-    found = [_shown(service, request, name, facts) for name, facts in listed]
+    models = [_shown(service, request, name, facts) for name, facts in listed]
     if _is_anthropic(request):
         return json_answer(
-            {"data": found, "has_more": False, "first_id": listed[0][0], "last_id": listed[-1][0]},
+            {"data": models, "has_more": False, "first_id": listed[0][0], "last_id": listed[-1][0]},
         )
-    return json_answer({"object": "list", "data": found})
+    return json_answer({"object": "list", "data": models})
 
 
 async def _one(service: Service, request: Request) -> Response:
@@ -49,8 +48,8 @@ def _is_anthropic(request: Request) -> bool:
 def _shown(service: Service, request: Request, name: str, facts: ModelFacts) -> dict[str, Any]:
     context = service.models.context_tokens(facts)
     if _is_anthropic(request):
-        made = datetime.fromtimestamp(facts.created, UTC).isoformat().replace("+00:00", "Z")
-        named = {"type": "model", "id": name, "display_name": facts.name, "created_at": made}
+        created = datetime.fromtimestamp(facts.created, UTC).isoformat().replace("+00:00", "Z")
+        named = {"type": "model", "id": name, "display_name": facts.name, "created_at": created}
         return named | {"max_input_tokens": context, "max_tokens": context}
     return {
         "id": name,
@@ -71,8 +70,8 @@ def _shown(service: Service, request: Request, name: str, facts: ModelFacts) -> 
 
 
 async def _studio_list(service: Service, request: Request) -> Response:
-    found = [_studio_shown(service, facts) for facts in service.models.facts.values()]
-    return json_answer({"object": "list", "data": found})
+    models = [_studio_shown(service, facts) for facts in service.models.facts.values()]
+    return json_answer({"object": "list", "data": models})
 
 
 async def _studio_one(service: Service, request: Request) -> Response:
@@ -80,7 +79,7 @@ async def _studio_one(service: Service, request: Request) -> Response:
 
 
 def _studio_shown(service: Service, facts: ModelFacts) -> dict[str, Any]:
-    """A model as LM Studio's REST API shows it. Only a loaded one has the context that it runs with."""
+    """A model in the form of LM Studio's REST API. Only a loaded one has a loaded context."""
     context = service.models.context_tokens(facts)
     is_loaded = service.models.loaded_as(facts) is not None
     shown = {

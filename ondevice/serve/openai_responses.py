@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer API, without state: every request brings its whole conversation."""
+"""`/v1/responses`: OpenAI's newer API, without state: every request has its whole conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ondevice.chat_template.tools import PromptOptions
 from ondevice.constraints.constraint import Constraint
 from ondevice.generate import Event
 from ondevice.records import dataclass
-from ondevice.serve.asked import Asked, chosen, take_limit
 from ondevice.serve.errors import RequestError, message
 from ondevice.serve.exchange import (
     Service,
@@ -28,6 +27,7 @@ from ondevice.serve.exchange import (
 )
 from ondevice.serve.fields import Fields
 from ondevice.serve.formats import take_text_format
+from ondevice.serve.generation_request import GenerationRequest, chosen, take_limit
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import IGNORED, take_sampling
 from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
@@ -49,7 +49,7 @@ MAX_METADATA, MAX_METADATA_CHARS = 16, 64
 
 @dataclass(frozen=True)
 class _Request:
-    asked: Asked
+    generation: GenerationRequest
     stream: bool
     echoed: dict[str, Any]
     """Fields of the request that the response repeats."""
@@ -64,12 +64,12 @@ async def _respond(service: Service, request: Request) -> Response:
     wanted = _read(service, await read_object(service, request))
     writer = _Writer(_new_response(wanted), wanted.namespaces)
     if wanted.stream:
-        reading = reading_of(service, wanted.asked)
+        reading = reading_of(service, wanted.generation)
         parts = _stream(service, wanted, writer, reading)
         return await streamed(parts, reading, Dialect(writer.ping, writer.fail))
-    async with generation(service, wanted.asked) as running:
+    async with generation(service, wanted.generation) as running:
         async for event in running:
-            # A call that breaks off would stay behind in the answer, and is text.
+            # Without parts of calls: a call that breaks off is text.
             writer.take(replace(event, call_part=None))
     return json_answer(writer.response)
 
@@ -78,12 +78,12 @@ async def _stream(
     service: Service, wanted: _Request, writer: _Writer, reading: Reading
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async with generation(service, wanted.asked, reading) as running:
+        async with generation(service, wanted.generation, reading) as running:
             async for event in running:
                 if parts := writer.begin() + writer.take(event):
                     yield parts
     except RequestError as error:
-        # Agents shorten a prompt that is too long only where an event tells them.
+        # Agents shorten a prompt that is too long only if an event tells them.
         if error.overflow is None:
             raise
         yield writer.begin() + writer.fail(error)
@@ -115,7 +115,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     fields.close()
     if fields.ignored.names:
         echoed["ignored"] = fields.ignored.names
-    asked = Asked(
+    generation_request = GenerationRequest(
         model,
         messages,
         prompting=prompting,
@@ -123,11 +123,11 @@ def _read(service: Service, fields: Fields) -> _Request:
         messages_field="input",
         constraint_field="text.format",
     )
-    return _Request(asked, stream, echoed, namespaces)
+    return _Request(generation_request, stream, echoed, namespaces)
 
 
 def _take_text(fields: Fields) -> tuple[Constraint | None, Any]:
-    """What the answer has to obey, and its format as the response repeats it."""
+    """The answer's constraint, and its format as the response repeats it."""
     text = fields.object("text")
     if text is None:
         return None, {"type": "text"}
@@ -143,14 +143,14 @@ def _take_text(fields: Fields) -> tuple[Constraint | None, Any]:
 def _take_prompting(
     fields: Fields, model: ModelFacts, namespaces: Namespaces
 ) -> tuple[PromptOptions, dict[str, Any]]:
-    """Tools, and how much to think; and what the response repeats of that."""
+    """Tools and how much to think, and the fields that the response repeats."""
     shown = fields.peek("tool_choice") or "auto"
     tools, choice = take_tools(fields, namespaces.read), take_choice(fields, flat_name)
     parallel = fields.boolean("parallel_tool_calls", True)
     reasoning, effort = fields.object("reasoning"), None
     if reasoning is not None:
         effort = take_effort(reasoning, "effort", model)
-        # Thinking is told whole, whatever summary of it is wanted.
+        # Thinking is sent completely, whatever summary is requested.
         reasoning.ignore("summary", "generate_summary")
         reasoning.close()
     echoed = {
@@ -177,10 +177,10 @@ def _take_neutral(fields: Fields) -> None:
     for name in ("previous_response_id", "conversation", "prompt"):
         fields.neutral(name, why=NO_STATE)
     fields.neutral("background", False, why=NO_STATE)
-    # A prompt that is too long is an error, whatever this says.
+    # A prompt that is too long is an error in either case.
     fields.neutral("truncation", "disabled", "auto")
     fields.neutral("top_logprobs", 0)
-    # Nothing is stored, whatever it says.
+    # Nothing is stored in either case.
     fields.boolean("store")
     if fields.peek("context_management"):
         fields.leave_out("context_management", why="is something that this server doesn't have")
@@ -199,7 +199,7 @@ def _new_response(wanted: _Request) -> dict[str, Any]:
         "error": None,
         "incomplete_details": None,
         "max_tool_calls": None,
-        "model": wanted.asked.model.name,
+        "model": wanted.generation.model.name,
         "output": [],
         "previous_response_id": None,
         "service_tier": "default",
@@ -212,13 +212,13 @@ def _new_response(wanted: _Request) -> dict[str, Any]:
 
 @dataclass
 class _Writer:
-    """Builds a response from events, and the events of the stream that tell it."""
+    """Builds a response, and its stream's events, from the generation's events."""
 
     response: dict[str, Any]
     namespaces: Namespaces = field(default_factory=Namespaces)
     _sequence: int = 0
     _part: dict[str, Any] | None = None
-    """The part of the last item that is being written; None if no item is."""
+    """The open part of the last item; None if no item is open."""
     _thought_tokens: int = 0
     _calls: CallSteps = field(default_factory=CallSteps)
     _parts: list[bytes] = field(default_factory=list)
@@ -232,11 +232,11 @@ class _Writer:
         return self._told()
 
     def ping(self, reading: Reading) -> bytes:
-        """What the stream says where it has nothing to tell."""
+        """The stream's bytes while there is no news."""
         return self.begin() + comment(reading)
 
     def take(self, event: Event) -> bytes:
-        """Take the next event; what the stream says of it."""
+        """Take the next event. Returns its bytes in the stream."""
         if event.thinking and event.token is not None:
             self._thought_tokens += 1
         for step in self._calls.take(event):
@@ -254,7 +254,7 @@ class _Writer:
         return self._told()
 
     def fail(self, error: RequestError) -> bytes:
-        """The last event of a stream that broke off."""
+        """The last event of a stream that fails."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         code = "context_length_exceeded" if error.overflow else code
         self.response["status"] = "failed"
@@ -263,14 +263,14 @@ class _Writer:
         return self._told()
 
     def _end(self, last: Event) -> None:
-        stats, is_whole = last.stats, last.finish_reason != "length"
+        stats, is_complete = last.stats, last.finish_reason != "length"
         assert stats is not None
-        status = "completed" if is_whole else "incomplete"
+        status = "completed" if is_complete else "incomplete"
         self._end_item(status)
         self.response |= {
             "status": status,
-            "completed_at": int(time.time()) if is_whole else None,
-            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "completed_at": int(time.time()) if is_complete else None,
+            "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
             "usage": {
                 "input_tokens": stats.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": stats.reused_tokens},

@@ -1,8 +1,7 @@
 """`/openapi.json`: the requests that the server takes, for programs that make clients or hostile requests.
 
-It tells the fields that do something here. Fields that are accepted for other servers' sake and change
-nothing aren't told, nor are the bodies of answers, which are the dialects' own. Embeddings are told, and
-refused whatever is asked.
+It has the fields with an effect here, and neither fields that are accepted and ignored, nor the bodies of
+answers. Embeddings are included, and always refused.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from starlette.routing import Route
 
 from ondevice.chat_template import SWITCHES
 from ondevice.chat_template.tools import ID_CHARS, MAX_CALLS, MAX_TOOLS, NAME_CHARS
-from ondevice.config import MOST_LOGPROBS
+from ondevice.config import MAX_TOP_LOGPROBS
 from ondevice.serve import embeddings
-from ondevice.serve.asked import MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, MOST_PENALTY, SEEDS
 from ondevice.serve.content import TEXT_KINDS
 from ondevice.serve.exchange import Service, json_answer
+from ondevice.serve.generation_request import MAX_PENALTY, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, SEEDS
 from ondevice.serve.llama_cpp_completions import MAX_FIELDS, MAX_FILES
 from ondevice.serve.openai_common import MAX_CHOICES
 from ondevice.serve.openai_completions import MAX_LOGPROBS
@@ -41,8 +40,8 @@ def _number(least: float, most: float) -> Schema:
 
 def _object(required: str = "", **fields: Schema) -> Schema:
     """required: names of the fields that must be there, separated by spaces. Others are ignored."""
-    found: Schema = {"type": "object", "properties": fields}
-    return found | ({"required": required.split()} if required else {})
+    schema: Schema = {"type": "object", "properties": fields}
+    return schema | ({"required": required.split()} if required else {})
 
 
 def _list(items: Schema, least: int = 0, most: int = 1000) -> Schema:
@@ -120,7 +119,7 @@ ANTHROPIC_TOOL = _object("name", type=_word("custom"), name=NAME, description=TE
 SCHEMA_FIELDS = {"name": TEXT, "description": TEXT, "strict": FLAG, "schema": ANY_SCHEMA}
 PLAIN_FORMAT = _object("type", type=_word("text", "json_object"))
 TEXT_FORMAT = _any(_object("type schema", type=_word("json_schema"), **SCHEMA_FIELDS), PLAIN_FORMAT)
-PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MOST_PENALTY, MOST_PENALTY))
+PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), _number(-MAX_PENALTY, MAX_PENALTY))
 REPEAT_LAST_N = _integer(-1, MAX_TOKENS)
 SAMPLING = _sampling(2.0) | {
     "top_k": TOP_K,
@@ -154,7 +153,7 @@ CHAT = OPENAI | {
     "max_tokens": TOKENS,
     "max_completion_tokens": TOKENS,
     "logprobs": FLAG,
-    "top_logprobs": _integer(0, MOST_LOGPROBS),
+    "top_logprobs": _integer(0, MAX_TOP_LOGPROBS),
     "tools": _tools(NESTED_TOOL),
     "tool_choice": _choice(
         _object("type function", function=_object("name", name=NAME), **FUNCTION), "allowed_tools"
@@ -276,7 +275,7 @@ LLAMA_CPP = {
     "json_schema": ANY_SCHEMA,
     "logit_bias": OPENAI["logit_bias"],
     "ignore_eos": FLAG,
-    "n_probs": _integer(0, MOST_LOGPROBS),
+    "n_probs": _integer(0, MAX_TOP_LOGPROBS),
     "n_cmpl": _integer(1, MAX_CHOICES),
     "return_progress": FLAG,
     "return_tokens": FLAG,

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 connection, with what it leaves open: slow headers, and streams that have no end.
+"""uvicorn's HTTP/1.1 connection, with a limit on slow headers, and an end of endless streams.
 
-A connection that sends its headers byte by byte would hold its place for ever, and enough of them would keep
-others out. A page that follows the server would make it wait at its end.
+Connections that send their headers byte by byte would keep others out, and a page that follows the server
+would keep it from stopping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ondevice.serve.config import HEADER_SECONDS
 
 ENDLESS = frozenset({"/page/live"})
-"""Paths whose answers end with the server."""
+"""Paths whose answers end only with the server."""
 
 
 class Connection(H11Protocol):
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         self._deadline = None
         if self.transport.is_closing():
             return
-        # A connection that says nothing at all gets no answer: browsers keep such ones ready.
+        # A silent connection gets no answer: browsers keep such ones ready.
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
             body = f"the headers didn't arrive within {HEADER_SECONDS:g} seconds\n".encode()
             kind = [("content-type", "text/plain; charset=utf-8"), ("connection", "close")]

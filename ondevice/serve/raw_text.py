@@ -1,4 +1,4 @@
-"""The text of token ids as it could be sent again: with the names of special tokens."""
+"""The text of token ids, with the names of special tokens, so that it can be encoded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ondevice.tokenizer.base import LeadingSpace, Spelling
 
 
 class NamedSpelling(Spelling):
-    """A tokenizer's spelling in which tokens without a text of their own have their names."""
+    """A tokenizer's spelling in which tokens without a text have their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class NamedSpelling(Spelling):
 
 
 def spelled(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """The text that each token completes; what an unfinished character comes to is the last one's."""
+    """The text that each token completes; an incomplete character at the end belongs to the last one."""
     stream = StreamingDetokenizer(NamedSpelling(tokenizer))
     parts = [stream.add(token) for token in ids]
     if rest := stream.finish():
@@ -35,12 +35,12 @@ def spelled(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def prompt_parts(tokenizer: Tokenizer, prompt: str | Sequence[int] | None, ids: Sequence[int]) -> list[str]:
-    """The text of each of a prompt's ids, of which together they are the prompt.
+    """The texts of a prompt's ids; joined, they are the prompt.
 
-    A token that begins every text has none, unless the prompt itself begins with it.
+    A token that begins every text has an empty one, unless the prompt begins with that token's name.
     """
     parts = spelled(tokenizer, ids)
     if isinstance(prompt, str) and parts and ids[0] == tokenizer.bos_id and not prompt.startswith(parts[0]):
-        # Behind it, a space that begins a text is the encoder's.
+        # The encoder may have added a space after it.
         parts = ["", *spelled(tokenizer, ids[1:])]
     return parts

@@ -1,7 +1,7 @@
 """Which loaded models make room for another one under one budget. Pure; all sizes are bytes.
 
-A model that needs memory gets it from idle ones: they yield down to the least that they run in, and if that
-isn't enough they are unloaded. The least recently used go first, and a model at work is left alone.
+A model that needs memory gets it from idle ones: they yield down to the least in which they run, and if that
+isn't enough they are unloaded. The least recently used go first. Models at work keep their memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class Resident:
-    """A loaded model. Its sizes are its own, without the process and other models."""
+    """A loaded model. Sizes are without the process and other models."""
 
     name: str
     claim_bytes: int
-    """Memory that it may take at present."""
+    """Memory that the model may take at present."""
     least_bytes: int
-    """Memory in which it can run."""
+    """Memory that the model needs to run."""
     at_work: bool
 
 
@@ -32,15 +32,15 @@ class Room:
 
 
 def room_for(least_bytes: int, full_bytes: int, budget_bytes: int, residents: Sequence[Resident]) -> Room:
-    """What other models do so that one has room, at best for all of it and at least to run.
+    """The models that make room for another one, at best for all of it and at least to run.
+
+    There may be too little room even then; loading then fails.
 
     Args:
-        least_bytes: memory without which it can't run.
+        least_bytes: memory that the model needs to run.
         full_bytes: most memory that it can use.
-        budget_bytes: memory for all models, without the process itself.
+        budget_bytes: memory for all models, without the process.
         residents: the other models, least recently used first.
-
-    There may be too little room even then, which loading says.
     """
     free = budget_bytes - sum(it.claim_bytes for it in residents)
     idle = [it for it in residents if not it.at_work]

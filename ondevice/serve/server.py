@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 BACKLOG = 64
 """Connections that may wait to be accepted."""
 LAST_WORDS_SECONDS = 3
-"""Seconds for clients to take what ends their answers once STOP_SECONDS are over."""
+"""Seconds for clients to take the ends of their answers after STOP_SECONDS."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose answers under way end in their dialects' forms when it stops.
+    """uvicorn's server. When it stops, running answers end in their dialects' forms.
 
-    A signal stops it. Another one then does what it does by default: the process ends at once.
+    A signal stops it. A second one has its default effect: the process ends at once.
     """
 
     def __init__(self, service: Service) -> None:
@@ -78,10 +78,10 @@ def serve(config: ServeConfig, facts: Sequence[ModelFacts], load: Load, first: M
 
 
 def listening(config: ServeConfig) -> socket.socket:
-    """A socket at the address. Raises OndeviceError if there is none to be had."""
+    """A listening socket at the address. Raises OndeviceError if the system refuses it."""
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(found[4][:2], family=found[0], backlog=BACKLOG)
+        address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[4][:2], family=address[0], backlog=BACKLOG)
     except OSError as error:
         raise OndeviceError(
             f"the server can't listen at {config.host}, port {config.port}: {error.strerror or error}; "
@@ -90,7 +90,7 @@ def listening(config: ServeConfig) -> socket.socket:
 
 
 def url(config: ServeConfig, listener: socket.socket) -> str:
-    """Where the server listens."""
+    """The URL at which the server listens."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -118,7 +118,7 @@ def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
 def facts_of(
     name: str, bundle: Bundle, plan: Plan, tokenizer: Tokenizer, planned_context: int = 0
 ) -> ModelFacts:
-    """What the server says of a model that it hasn't loaded.
+    """The facts of a model that isn't loaded.
 
     plan: under the options that need the least. planned_context: tokens of a text; 0: those of `plan`.
     """

@@ -1,7 +1,7 @@
-"""Answers in parts: their headers, what they say while there is nothing to tell yet, and errors within them.
+"""Answers in parts: their headers, pings while there is no part, and errors between parts.
 
-Headers come with the first part, or after PING_SECONDS, so that whatever is wrong until then has a status of
-its own. From then on the client hears something at least every PING_SECONDS.
+Headers come with the first part, or after PING_SECONDS, so that earlier errors have their own status. After
+that the client gets something at least every PING_SECONDS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ondevice.serve.guard import json_bytes
 
 
 class Stream(Response):
-    """An answer in parts. It begins when its first part is there, so that errors until then have a status."""
+    """An answer in parts. It begins with its first part, so that earlier errors have a status."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None], first: bytes, media_type: str) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
@@ -41,16 +41,16 @@ class Stream(Response):
 
 
 class Reading:
-    """How far a request's prompts have been read. Belongs to the event loop, but for `tell`."""
+    """The progress of reading a request's prompts. Belongs to the event loop, except `tell`."""
 
     def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
-        """count: counts the tokens of a prompt that isn't read yet; raises RequestError if it can't be."""
+        """count: counts the tokens of a waiting prompt; raises RequestError for one that can't be read."""
         self.progress: PromptProgress | None = None
-        """Progress of the prompt that is read, or was read last; None before that."""
+        """Progress of the newest prompt; None before the first."""
         self.index = 0
-        """Place of that prompt's answer among those of the request."""
+        """Index of that prompt's answer among those of the request."""
         self.counted_tokens = 0
-        """Tokens of a prompt whose reading hasn't begun, if they had to be counted."""
+        """Tokens of a waiting prompt, if they were counted."""
         self._count = count
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -61,28 +61,28 @@ class Reading:
         return self.counted_tokens if self.progress is None else self.progress.tokens
 
     def tell(self, progress: PromptProgress) -> None:
-        """Take news. From any thread."""
-        with suppress(RuntimeError):  # The loop is closed: nobody waits.
+        """Set the progress, from any thread."""
+        with suppress(RuntimeError):  # The loop may be closed.
             self._loop.call_soon_threadsafe(self._take, progress)
 
     def complete(self) -> None:
-        """The prompt has been read."""
+        """Set the progress of a prompt that has been read."""
         if self.progress is not None and self.progress.read_tokens < self.progress.tokens:
             self._take(replace(self.progress, read_tokens=self.progress.tokens))
 
     def wake(self, _: Any = None) -> None:
-        """End what waits for news."""
+        """End `news`."""
         self._news.set()
 
     async def news(self, seconds: float) -> None:
-        """Wait for news, for so long at most."""
+        """Wait for new progress or `wake`, for at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._news.wait()
         self._news.clear()
 
     async def check(self) -> None:
-        """Raises RequestError for a prompt that can't be read, if that isn't known yet."""
+        """Raises RequestError for a waiting prompt that can't be read."""
         if self.progress is None:
             self.counted_tokens = await self._count()
 
@@ -93,10 +93,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a dialect's stream says beside its parts.
+    """A dialect's bytes between the parts of a stream.
 
-    ping: where nothing else was said for PING_SECONDS. error: the last part of a stream that breaks off.
-    progress: told at every step of reading, where the client asked for that.
+    ping: sent after PING_SECONDS of silence. error: the last part of a stream that fails. progress: sent at
+    every step of reading, if the client asks for it.
     """
 
     ping: Callable[[Reading], bytes]
@@ -111,7 +111,7 @@ def sse(value: Any, event: str = "") -> bytes:
 
 
 def comment(reading: Reading) -> bytes:
-    """A comment between server-sent events, which says how far the prompt has been read."""
+    """A comment between server-sent events, with the progress of reading."""
     progress = reading.progress
     if progress is None or progress.read_tokens == progress.tokens:
         return b": working\n\n"
@@ -119,12 +119,12 @@ def comment(reading: Reading) -> bytes:
 
 
 def sse_dialect(path: str, progress: Callable[[Reading, PromptProgress], bytes] | None = None) -> Dialect:
-    """A dialect of server-sent events without names, whose errors are as `path` has them."""
+    """A dialect of server-sent events without names, with errors in the form of `path`."""
     return Dialect(comment, lambda error: sse(error_body(path, error)), progress)
 
 
 def progress_field(progress: PromptProgress) -> dict[str, Any]:
-    """A prompt's progress as llama.cpp's server tells it."""
+    """A prompt's progress in the form of llama.cpp's server."""
     return {
         "prompt_progress": {
             "total": progress.tokens,
@@ -136,7 +136,7 @@ def progress_field(progress: PromptProgress) -> dict[str, Any]:
 
 
 async def begin_stream(parts: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> Stream:
-    """The answer whose parts these are. Raises the errors that come before the first part."""
+    """The answer of these parts. Raises the errors that come before the first part."""
     return Stream(parts, await anext(parts), media_type)
 
 
@@ -146,9 +146,9 @@ async def streamed(
     dialect: Dialect,
     media_type: str = "text/event-stream",
 ) -> Stream:
-    """The answer whose parts these are, and what the dialect says beside them.
+    """The answer of these parts, with the dialect's pings and progress.
 
-    Raises the errors that come before anything has to be said.
+    Raises the errors that come before the first byte.
     """
     return await begin_stream(_with_pings(parts, reading, dialect), media_type)
 
@@ -156,7 +156,7 @@ async def streamed(
 async def _with_pings(
     parts: AsyncGenerator[bytes, None], reading: Reading, dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
-    """The parts, and what is said beside them."""
+    """The parts, with pings, progress and errors."""
     clock = asyncio.get_running_loop().time
     said, is_begun = clock(), False
     told: PromptProgress | None = None
@@ -196,7 +196,7 @@ async def _with_pings(
 
 
 async def _next(parts: AsyncGenerator[bytes, None]) -> bytes | None:
-    """The next part; None behind the last."""
+    """The next part; None after the last."""
     try:
         return await anext(parts)
     except StopAsyncIteration:

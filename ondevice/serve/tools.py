@@ -19,9 +19,9 @@ from ondevice.serve.models import ModelFacts
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request says of calling tools: whether one may be called, or must be, and of which names.
+    """A request's choice of tools: whether one may be called, or must be, and which.
 
-    names: None: of any. several: whether several calls may come.
+    names: of the tools that may be called; None: all. several: whether several calls may come.
     """
 
     may: bool = True
@@ -31,8 +31,6 @@ class Choice:
 
 
 AUTO, NONE, REQUIRED = Choice(), Choice(may=False), Choice(must=True)
-
-
 NOT_RUN = "this server has no tools of its own, and takes functions"
 LEVELS: dict[str, Think] = {
     "none": False,
@@ -43,13 +41,13 @@ LEVELS: dict[str, Think] = {
     "xhigh": "high",
     "max": "high",
 }
-"""How much to think by the words of all dialects, as templates know levels."""
+"""How much to think, by the words of all dialects."""
 
 
 def take_tools(
     fields: Fields, read: Callable[[Fields], list[dict[str, Any]]], name: str = "tools"
 ) -> PromptOptions:
-    """The tools of a request, each read by `read` to those that it comes to, in OpenAI's shape."""
+    """The tools of a request. read: returns the tools of one entry, in OpenAI's shape."""
     value = fields.take(name)
     if value is None:
         return PLAIN
@@ -63,7 +61,7 @@ def take_tools(
 
 
 def function_tool(fields: Fields) -> list[dict[str, Any]]:
-    """A tool as chats of OpenAI's and Ollama's have it."""
+    """The tool of an entry in OpenAI's or Ollama's chats."""
     if not is_of(fields, "function"):
         return []
     function = fields.object("function")
@@ -77,7 +75,7 @@ def function_tool(fields: Fields) -> list[dict[str, Any]]:
 
 
 def flat_tool(fields: Fields) -> list[dict[str, Any]]:
-    """A tool as OpenAI's responses have it, of type `function`."""
+    """The tool of an entry in OpenAI's responses."""
     if not is_of(fields, "function"):
         return []
     tool = _definition(fields, "parameters")
@@ -87,7 +85,7 @@ def flat_tool(fields: Fields) -> list[dict[str, Any]]:
 
 
 def anthropic_tool(fields: Fields) -> list[dict[str, Any]]:
-    """A tool as Anthropic's messages have it."""
+    """The tool of an entry in Anthropic's messages."""
     if not is_of(fields, "custom"):
         return []
     tool = _definition(fields, "input_schema")
@@ -104,9 +102,8 @@ def anthropic_tool(fields: Fields) -> list[dict[str, Any]]:
 
 
 def is_of(fields: Fields, kind: str) -> bool:
-    """Whether a tool is of the type that the dialect has for functions. One of another type is left out:
-    only a server, or a model trained for it, could run it.
-    """
+    """Whether a tool is of the dialect's type for functions. Other types are left out, as only a server, or a
+    model trained for them, could run them."""
     given = fields.text("type") or kind
     if given != kind:
         fields.leave_out("type", f"tools of type {given}", f"is {given[:40]!r}; {NOT_RUN}")
@@ -123,7 +120,7 @@ def _definition(fields: Fields, schema: str) -> dict[str, Any]:
 
 
 def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
-    """OpenAI's `tool_choice`: a word, or an object of which `named` reads the tool's name."""
+    """OpenAI's `tool_choice`: a word, or an object. named: reads the tool's name in the object."""
     value = fields.take("tool_choice")
     words = {"auto": AUTO, "none": NONE, "required": REQUIRED}
     if value is None:
@@ -137,7 +134,7 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
     if kind not in ("function", "allowed_tools"):
         given.refuse("type", f"is {kind[:40]!r}; it must be function or allowed_tools")
     if kind == "function":
-        # OpenAI's documents: exactly one call.
+        # OpenAI documents exactly one call.
         choice = Choice(must=True, names=(named(given),), several=False)
     else:
         choice = _take_allowed(given, named)
@@ -146,7 +143,7 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
 
 
 def _take_allowed(given: Fields, named: Callable[[Fields], str]) -> Choice:
-    """The choice among some of the tools. Chats have it one level deeper than responses."""
+    """The choice among some of the tools. It is one level deeper in chats than in responses."""
     allowed = given.object("allowed_tools") or given
     mode = allowed.required_text("mode")
     if mode not in ("auto", "required"):
@@ -176,9 +173,9 @@ def flat_name(fields: Fields) -> str:
 
 
 def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel: bool) -> PromptOptions:
-    """What a prompt is made with: the tools, if any may be called. Raises RequestError.
+    """The prompt's options, with the tools that may be called. Raises RequestError.
 
-    Where a call must come, tools that can't be called stay in the prompt, which other choices then share.
+    If a call must come, the other tools stay too, so that other choices share the prompt.
     """
     known = tuple(tool.name for tool in given.tools)
     names = known if choice.names is None else choice.names
@@ -196,9 +193,9 @@ def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel:
 
 @dataclass(frozen=True)
 class CallStep:
-    """A step of a call in a stream: it begins, has arguments, ends or, where its text follows, breaks off.
+    """A step of a call in a stream: it begins, has arguments, and ends, or breaks off and its text follows.
 
-    text: the next part of the arguments' JSON, or all of it where the call ends.
+    text: the next part of the arguments' JSON, or all of it at the call's end.
     """
 
     kind: Literal["begins", "arguments", "ends", "breaks"]
@@ -208,31 +205,31 @@ class CallStep:
 
 
 class CallSteps:
-    """The steps of calls in a reply's events, one call behind the other."""
+    """The steps of calls in a reply's events, one call after the other."""
 
     def __init__(self) -> None:
         self._open: tuple[str, str] | None = None
         """The id and the name of the call that has begun."""
 
     def take(self, event: Event) -> list[CallStep]:
-        """The steps that an event makes. One that breaks off does so before the event's text."""
-        found: list[CallStep] = []
+        """The steps of an event. A call breaks off before the event's text."""
+        steps: list[CallStep] = []
         part, call = event.call_part, event.tool_call
         begins = part is not None and not part.arguments
         if self._open is not None and (event.text or event.finish_reason is not None or begins):
-            found.append(CallStep("breaks", *self._open))
+            steps.append(CallStep("breaks", *self._open))
             self._open = None
         if part is not None:
-            found += self._begun(part.id, part.name)
-            found += [CallStep("arguments", part.id, part.name, part.arguments)] if part.arguments else []
+            steps += self._begun(part.id, part.name)
+            steps += [CallStep("arguments", part.id, part.name, part.arguments)] if part.arguments else []
         if call is not None:
             if self._open is None:
                 # Its arguments weren't JSON, and come at once.
-                found += self._begun(call.id, call.name)
-                found.append(CallStep("arguments", call.id, call.name, call.arguments_json))
-            found.append(CallStep("ends", call.id, call.name, call.arguments_json))
+                steps += self._begun(call.id, call.name)
+                steps.append(CallStep("arguments", call.id, call.name, call.arguments_json))
+            steps.append(CallStep("ends", call.id, call.name, call.arguments_json))
             self._open = None
-        return found
+        return steps
 
     def _begun(self, id: str, name: str) -> list[CallStep]:
         if self._open is not None:
@@ -252,7 +249,7 @@ def take_calls(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _take_call(fields: Fields) -> dict[str, Any]:
-    """A call, of which any part may be missing: a model wrote it, and perhaps not to its end."""
+    """A call. Any part may be missing, as a model wrote it."""
     kind = fields.text("type", "function") or "function"
     function = fields.object("custom" if kind == "custom" else "function") or fields.inner({}, "function")
     call = take_function(function, fields.text("id"), "input" if kind == "custom" else "arguments")
@@ -263,34 +260,34 @@ def _take_call(fields: Fields) -> dict[str, Any]:
 
 
 def take_function(fields: Fields, id: str | None, arguments: str) -> dict[str, Any]:
-    """The call of a function. arguments: the name of the field that has them."""
+    """The call of a function. arguments: the name of their field."""
     name, value = fields.text("name", "") or "", fields.take(arguments)
     fields.ignore("index")
     return call_message(id or "", name, {"input": value} if arguments == "input" else value)
 
 
 def call_message(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call as messages have it. arguments: an object, its JSON, or whatever a model wrote in its place."""
-    # As JSON, since a history may have an object that no call has, such as one with 1e999 in it.
+    """A message's call. arguments: an object, its JSON, or any other text of a model."""
+    # As JSON, since a history may have an object that no call may have, such as one with 1e999.
     text = arguments if isinstance(arguments, str) else json_text({} if arguments is None else arguments)
     return {"id": kept_id(id), "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def kept_id(id: str) -> str:
-    """A call's id, or a shorter one of its own where clients have put more than a name into it."""
+    """A call's id, or a shorter one made from it if it is too long."""
     return id if len(id) <= ID_CHARS else new_id(id)
 
 
 def with_ids(messages: Iterable[Message]) -> list[Message]:
     """The messages with ids of calls, which some clients leave out.
 
-    A result without one is of the first call that has no result yet, and that is of its tool if it names one.
+    A result without an id belongs to the first call without a result, of the same tool if it names one.
     """
     open_names: dict[str, str] = {}
-    """Names of the calls that have no result yet, by their ids."""
+    """Names of the calls without results, by id."""
     open_ids: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    """Their ids by their names: one request may have many thousands."""
-    made: list[Message] = []
+    """Their ids, by name: one request may have many thousands."""
+    completed: list[Message] = []
     for at, message in enumerate(messages):
         calls = [
             call | {"id": call["id"] or new_id(at, index)}
@@ -306,12 +303,12 @@ def with_ids(messages: Iterable[Message]) -> list[Message]:
             message = {**message, "tool_call_id": id}
             if id in open_names:
                 open_ids[open_names.pop(id)].pop(id, None)
-        made.append(message)
-    return made
+        completed.append(message)
+    return completed
 
 
 def checked_messages(fields: Fields, name: str, messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages as a session keeps them. Raises RequestError for what no template could take."""
+    """The messages as a session keeps them. Raises RequestError for ones that no template takes."""
     try:
         return tuple(all_checked(with_ids(messages)))
     except UsageError as error:
@@ -327,7 +324,7 @@ def take_effort(fields: Fields, name: str, model: ModelFacts) -> Think:
         fields.refuse(name, f"is {effort[:40]!r}; it must be {', '.join(LEVELS)}")
     if effort == "none" or EFFORT in model.template:
         return LEVELS[effort]
-    # Clients send what is usual without being asked.
+    # Clients send the usual value without a user's choice.
     if effort != "medium":
         fields.leave_out(name, why=f"is {effort!r}, and this model's template has no levels of thinking")
     return None

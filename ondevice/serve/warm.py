@@ -1,8 +1,8 @@
-"""Reads the prompts of recorded requests as the server starts, for later requests that begin alike.
+"""Reads the prompts of recorded requests as the server starts, for later requests with the same beginning.
 
-A file holds a request's body in any dialect, bare or as `{"path": ..., "body": ...}`. It goes to the
-application as a request would, but nothing is written behind its prompt. What has no message yet, a system
-prompt and tools alone, gets a short one: what stands before it is what later requests share.
+A file holds a request's body in any dialect, bare or as `{"path": ..., "body": ...}`. The application takes
+it like a request, but generates nothing. A body without messages gets a short one after its system prompt and
+tools, which later requests share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ondevice.serve.models import Models
 
 MAX_FILE_BYTES = 2 * MAX_BODY_BYTES
 PLACEHOLDER = "."
-"""What the user says in a request that has a system prompt and tools alone."""
+"""The user's message in a request that has none."""
 _MESSAGES_OF = {
     "/v1/chat/completions": "messages",
     "/v1/messages": "messages",
@@ -42,7 +42,7 @@ _LLAMA_CPP_FIELDS = {"n_predict", "cache_prompt", "id_slot"}
 
 @dataclass(frozen=True)
 class WarmRequest:
-    """A request whose prompt is to be read. file: where it comes from."""
+    """A request whose prompt is read at the start. file: its source."""
 
     file: str
     path: str
@@ -77,7 +77,7 @@ def read_warm(file: str) -> WarmRequest:
 
 
 async def warm(app: ASGIApp, models: Models, requests: Sequence[WarmRequest]) -> None:
-    """Read the requests' prompts, one behind the other, and log what each took."""
+    """Read the requests' prompts, one after the other, and log the tokens and seconds of each."""
     for request in requests:
         read = prompts_read.set([])
         begun = time.monotonic()
@@ -97,7 +97,7 @@ async def warm(app: ASGIApp, models: Models, requests: Sequence[WarmRequest]) ->
 
 
 def _dialect(body: dict[str, Any]) -> str:
-    """The path that a body is for, by its fields; empty if they don't tell."""
+    """The path of a body's dialect, by its fields; empty if they don't tell."""
     fields, tools = set(body), body.get("tools")
     first = tools[0] if isinstance(tools, list) and tools else None
     is_anthropic = "system" in fields or (isinstance(first, dict) and "input_schema" in first)
@@ -115,7 +115,7 @@ def _dialect(body: dict[str, Any]) -> str:
 
 
 def _with_message(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body as it is answered whole, with a message of the user's if it has none."""
+    """The body without streaming, with a user's message if it has none."""
     changed = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
     name = _MESSAGES_OF.get(path)
     if name is not None and isinstance(body.get(name), list | None):
@@ -128,7 +128,7 @@ def _with_message(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_model(body: dict[str, Any], models: Models) -> dict[str, Any]:
-    """The body with a name that the server knows: what was recorded may have another model's."""
+    """The body with a model's name that the server knows."""
     name = body.get("model")
     try:
         models.find(name if isinstance(name, str) else None)
@@ -138,7 +138,7 @@ def _with_model(body: dict[str, Any], models: Models) -> dict[str, Any]:
 
 
 async def _posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of the application's answer to a request of this process."""
+    """Status and body of the application's answer to a request."""
     parts, data = [json_bytes(body)], bytearray()
     status = 0
     scope = {

@@ -1,8 +1,7 @@
-"""Cache warm-up: the likeliest neurons are read into empty slots, beside passes or while the model is idle.
+"""Cache warm-up: the likeliest neurons are read into empty slots, during passes or while the model is idle.
 
-So a cache with room fills sooner than by the text alone. If every neuron fits, all are in memory after as
-many passes as the model has layers. These reads have a lower priority than those that a pass waits for. Their
-neurons count as held only once the whole reservation has arrived.
+If every neuron fits, all are in memory after as many passes as the model has layers. These reads have a lower
+priority than those that a pass waits for. Their neurons count as held once the whole reservation has arrived.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class CacheWarmUp:
 
     @property
     def under_way(self) -> bool:
-        """Whether a reservation is open. The layers' shares must then stay as they are."""
+        """Whether a reservation is open. The layers' shares must then not change."""
         return self._reservation is not None
 
     def collect(self) -> bool:

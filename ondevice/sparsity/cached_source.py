@@ -1,4 +1,4 @@
-"""What the `NeuronSource`s over a `NeuronCache` have in common: what it holds, and the time it takes."""
+"""The common part of `NeuronSource`s over a `NeuronCache`: its size, its lookups, and the time it takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CachedSource(NeuronSource):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the slots that exist, as slots are made when needed. Safe from any thread."""
+        """The same, as slots are made when needed. Safe from any thread."""
         return self._cache.nbytes
 
     @property
@@ -47,10 +47,10 @@ class CachedSource(NeuronSource):
         return PassTimes(self._waited, self._managed)
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments of neurons that no cache holds: there are none here."""
+        """Do nothing: there are no neurons outside the cache."""
 
     def _close_cache(self) -> None:
-        """Free the slots, which nothing reads into any more. The layers then refuse to be multiplied."""
+        """Free the slots; nothing may read into them any more. The layers then refuse to be multiplied."""
         self._cache.close()
         for layer in self._layers:
             layer.neurons = ClosedNeurons()

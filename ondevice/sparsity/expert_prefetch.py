@@ -1,9 +1,9 @@
 """Prefetch of experts: those that the next layer's router would choose for this layer's input.
 
-The residual stream changes little from one layer to the next, so that is most of what the router then
-chooses. They are read only while no expert is that a pass waits for, into the slots of the reserve that the
-layer's own experts leave. Once the choice is known, those that aren't wanted are dropped, unless their
-reading has begun. No result depends on any of it.
+The residual stream changes little from one layer to the next, so these are most of the experts that the
+router then chooses. They are read while a pass waits for no other expert, into slots of the reserve that the
+layer leaves. Once the choice is known, unwanted ones are dropped, unless their reading has begun. No result
+depends on it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from ondevice.stats import PassTimes
 log = logging.getLogger(__name__)
 
 TRIAL_PASSES = 32
-"""Passes of which every second prefetches, and whose times are compared: neighbours, as what else uses the
-device changes within seconds."""
+"""Passes of a trial: every second one prefetches. They alternate, as other use of the device changes within
+seconds."""
 KEPT_PASSES = 224
-"""Passes for which the better of the two is kept."""
-
+"""Passes for which a trial's result is kept."""
 
 BeginAhead = Callable[[int, int, int], int]
-"""Begins to read an expert ahead: a turn, the expert, and the address of its slot. Returns the ticket."""
+"""Begins to read an expert: takes its `moe_index`, its id and the address of its slot. Returns the ticket."""
 
 
 class Prefetched(NamedTuple):
-    """An expert on its way into the slot at `address`."""
+    """An expert that is being read into the slot at `address`."""
 
-    turn: int
+    moe_index: int
     expert: int
     slot: int
     address: int
@@ -48,7 +47,7 @@ class Prefetched(NamedTuple):
 
 @dataclass
 class _Times:
-    """Missing experts of some passes, and the seconds that these took beside multiplying."""
+    """Missing experts of some passes, and the seconds spent on waiting for experts and managing them."""
 
     experts: int = 0
     waited: float = 0.0
@@ -56,13 +55,13 @@ class _Times:
 
 
 class ExpertPrefetcher:
-    """Prefetches experts for one layer at a time. Layers are known by their turns, as the cache knows them.
+    """Prefetches experts for one layer at a time. `moe_index` counts the layers with experts.
 
     Args:
-        reads: the reads of experts, with those that a pass waits for.
+        reads: the reads of experts, including those that a pass waits for.
         cache: the cache in which slots are reserved.
         begin: begins a read.
-        most: most experts on their way.
+        most: most experts that are being read ahead.
     """
 
     def __init__(self, reads: _native.RangeReads, cache: PooledCache, begin: BeginAhead, most: int) -> None:
@@ -71,121 +70,122 @@ class ExpertPrefetcher:
         self._begin = begin
         self._most = most
         self._likely: tuple[int, list[int]] | None = None
-        """A turn and its absent experts that are to be read, likeliest first, until `begin`."""
+        """A `moe_index` and the absent experts that `begin` will read, likeliest first."""
         self._coming: list[Prefetched] = []
-        """Experts for the turn that comes next."""
+        """Experts for the next layer."""
         self._late: list[Prefetched] = []
-        """Experts that weren't wanted, and that are still being read."""
+        """Unwanted experts that are still being read."""
         self._passes = 0
-        """Passes since trials began anew."""
+        """Passes since the last trial began."""
         self._without = self._with = self._now = _Times()
-        """Times of the last trials without prefetch, of those with it, and of the pass that runs: `_now` is
-        one of the two, or neither where the pass is no trial."""
+        """Times of the last trial's passes without prefetch and with it, and of the present pass, which is
+        one of the two during a trial."""
         self._before = PassTimes()
-        """Times of all passes until the one that runs."""
+        """Times of all passes before the present one."""
         self.on = False
         """Whether this pass prefetches."""
         self.quality = PrefetchQuality()
 
-    def wants(self, turn: int, rows: int) -> bool:
+    def wants(self, moe_index: int, rows: int) -> bool:
         """Whether `expect` would use the choices of this many rows."""
-        cache = self._cache
-        return self.on and rows <= PREFETCH_TOKENS and not cache.holds_all and not cache.holds_layer(turn)
+        if not self.on or rows > PREFETCH_TOKENS:
+            return False
+        return not self._cache.holds_all and not self._cache.holds_layer(moe_index)
 
-    def expect(self, turn: int, chosen: Callable[[], Int32]) -> None:
-        """Note that the turn after this one likely wants chosen() (T, k). `begin` then reads them."""
+    def expect(self, moe_index: int, chosen: Callable[[], Int32]) -> None:
+        """Note that layer `moe_index`, the next one, likely wants chosen() (T, k); `begin` reads them."""
         ids = chosen()
         likely = ids[0]
         if len(ids) > 1:
             likely, rows = np.unique(ids, return_counts=True)
             likely = likely[np.argsort(-rows, kind="stable")]
-        self._likely = turn, self._cache.without_slot(turn, likely)
+        self._likely = moe_index, self._cache.without_slot(moe_index, likely)
 
-    def begin(self, turn: int, kept: Sequence[int]) -> None:
-        """Begin to read what is expected: the missing experts of `turn` are on their way; it needs `kept`."""
+    def begin(self, moe_index: int, kept: Sequence[int]) -> None:
+        """Begin to read the next layer's expected experts. Layer `moe_index` still needs `kept`."""
         if self._likely is None:
             return
-        (coming, experts), self._likely = self._likely, None
+        (next_index, experts), self._likely = self._likely, None
         cache, most = self._cache, self._most - len(self._late)
         count = min(len(experts), most)
         if count > 0 and not cache.has_room(count):
-            # What is above the room goes at the end of this turn anyhow.
-            cache.evict_for(count, turn, np.array(kept, dtype=np.int32))
+            # Experts above the room are evicted at the end of this layer anyhow.
+            cache.evict_for(count, moe_index, np.array(kept, dtype=np.int32))
         for expert in experts[: max(0, most)]:
             if not cache.has_room(1):
                 break
-            self._start(coming, expert)
+            self._start(next_index, expert)
 
-    def settle(self, turn: int, wanted: Int32) -> list[Prefetched]:
-        """At a layer's turn: the prefetched experts among `wanted`, which have their slots now.
+    def commit(self, moe_index: int, wanted: Int32) -> list[Prefetched]:
+        """Give the prefetched experts among `wanted` their slots, and return them.
 
-        Each is to be waited for before it is multiplied. The others are dropped, or kept once they have
+        Each must be waited for before it is multiplied. The others are dropped, or kept once they have
         arrived.
         """
-        found: list[Prefetched] = []
+        committed: list[Prefetched] = []
         if not self._coming and not self._late:
-            return found
+            return committed
         before = len(self._late)
-        own = set(wanted.tolist())
+        wanted_ids = set(wanted.tolist())
         for one in self._coming:
-            if one.turn == turn and one.expert in own:
+            if one.moe_index == moe_index and one.expert in wanted_ids:
                 self._reads.hurry(one.ticket)
-                if self._commit(one):
-                    found.append(one)
+                if self._commit_one(one):
+                    committed.append(one)
                     continue
             if self._reads.drop(one.ticket):
                 self._release(one)
             else:
                 self._late.append(one)
-        begun = len(found) + len(self._late) - before
+        begun = len(committed) + len(self._late) - before
         self._coming = []
         self._late = [one for one in self._late if not self._has_ended(one)]
-        so_far, nbytes = self.quality, (begun - len(found)) * self._cache.slot_bytes
+        so_far, nbytes = self.quality, (begun - len(committed)) * self._cache.slot_bytes
         self.quality = replace(
             so_far,
             begun=so_far.begun + begun,
-            used=so_far.used + len(found),
+            used=so_far.used + len(committed),
             wasted_bytes=so_far.wasted_bytes + nbytes,
         )
-        return found
+        return committed
 
     def fill(self, likely: Sequence[tuple[int, int]]) -> bool:
-        """Between passes: read these absent experts, pairs of turn and id. False if one couldn't be read."""
-        for turn, expert in likely:
-            self._start(turn, expert)
-        whole = True
+        """Between passes: read these absent experts, pairs of moe_index and id. False if a read failed."""
+        for moe_index, expert in likely:
+            self._start(moe_index, expert)
+        succeeded = True
         while self._coming:
             one = self._coming[0]
             try:
                 self._reads.wait(one.ticket)
             except FlashReadError:
-                whole = False
+                succeeded = False
                 self._release(one)
             else:
-                self._commit(one)
+                self._commit_one(one)
             del self._coming[0]
-        return whole
+        return succeeded
 
-    def _start(self, turn: int, expert: int) -> None:
-        """Begin to read an absent expert into a slot of its own."""
-        slots, addresses = self._cache.reserve(turn, 1)
+    def _start(self, moe_index: int, expert: int) -> None:
+        """Begin to read an absent expert into a reserved slot."""
+        slots, addresses = self._cache.reserve(moe_index, 1)
         begun = False
         try:
-            ticket = self._begin(turn, expert, int(addresses[0]))
+            ticket = self._begin(moe_index, expert, int(addresses[0]))
             begun = True
         finally:
             if not begun:
-                self._cache.release(turn, slots)
-        self._coming.append(Prefetched(turn, expert, int(slots[0]), int(addresses[0]), ticket))
+                self._cache.release(moe_index, slots)
+        self._coming.append(Prefetched(moe_index, expert, int(slots[0]), int(addresses[0]), ticket))
 
     def count_missing(self, count: int) -> None:
         """Count experts that weren't in memory when they were wanted, prefetched ones too."""
         self._now.experts += count
 
     def next_pass(self, tokens: int, times: PassTimes) -> None:
-        """Before a pass: forget what a cancelled one left; every so often, find out whether prefetch pays.
+        """Before a pass: drop what a cancelled one left, and continue or end a trial of prefetch.
 
-        That is measured: by the time that a pass waits for a missing expert and the time that it manages
+        A trial compares the time that passes wait for a missing expert, and the time that they manage
         experts, with prefetch and without.
 
         times: of all passes so far. Managing includes estimates, and beginning reads.
@@ -211,10 +211,7 @@ class ExpertPrefetcher:
             self._judge()
 
     def _judge(self) -> None:
-        """Keep prefetch on if the last trial's passes with it took less time than those without.
-
-        They waited for as many experts as were missing, and managed all that they chose.
-        """
+        """Keep prefetch on if the last trial's passes with it took less time per missing expert."""
         without, tried = self._without, self._with
         gained = without.waited / max(1, without.experts) * tried.experts - tried.waited
         gained += without.managed - tried.managed
@@ -232,14 +229,14 @@ class ExpertPrefetcher:
         self.forget()
 
     def forget(self) -> None:
-        """Free the slots, into which nothing is read any more since all reads were cancelled."""
+        """Free the slots of all prefetched experts. Their reads must have been cancelled."""
         self._likely = None
         for one in (*self._coming, *self._late):
             self._release(one)
         self._coming, self._late = [], []
 
     def _has_ended(self, one: Prefetched) -> bool:
-        """Whether an expert that no pass waits for is read. If it arrived whole, it is held from now on."""
+        """Whether the read of an unwanted expert has ended. If it succeeded, the expert is held."""
         if not self._reads.arrived(one.ticket):
             return False
         try:
@@ -248,14 +245,14 @@ class ExpertPrefetcher:
             # A pass that needs it reads it again, and says so.
             self._release(one)
             return True
-        if not self._commit(one):
+        if not self._commit_one(one):
             self._release(one)
         return True
 
-    def _commit(self, one: Prefetched) -> bool:
-        """Give the expert its slot. False if it has another one meanwhile; then this one stays reserved."""
+    def _commit_one(self, one: Prefetched) -> bool:
+        """Give the expert its slot. False if it has another one by now; then this one stays reserved."""
         experts, slots = np.array([one.expert], dtype=np.int32), np.array([one.slot], dtype=np.int32)
-        return len(self._cache.commit(one.turn, experts, slots)[0]) > 0
+        return len(self._cache.commit(one.moe_index, experts, slots)[0]) > 0
 
     def _release(self, one: Prefetched) -> None:
-        self._cache.release(one.turn, np.array([one.slot], dtype=np.int32))
+        self._cache.release(one.moe_index, np.array([one.slot], dtype=np.int32))

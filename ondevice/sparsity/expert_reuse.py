@@ -1,9 +1,8 @@
 """The cache policy of experts: how often and how lately an expert was chosen, and what followed like tokens.
 
-A token's path through the layers tells much about the next token's, where the text has had such a path before
-(a word, a place in a sentence). So beside two decayed means of an expert's use there is a forecast: what the
-layer chose after the past tokens whose paths were most like the newest one's. Nothing but what routers chose
-is seen. Every constant has a wide plateau, see docs/experts.md.
+A token's path is its experts in all layers. Scores are two decayed means of an expert's use, and a forecast:
+the layer's choices after the past tokens whose paths were most like the newest one's. Every constant has a
+wide plateau, see docs/experts.md.
 
 Legend: L layers, T tokens, E experts of a layer, k chosen for a token, W tokens that are remembered.
 """
@@ -21,18 +20,19 @@ from ondevice.sparsity.policies import known_frequencies
 SLOW_DECAY = 0.95
 """Decay per token of the share of tokens that chose an expert."""
 FAST_DECAY = 0.5
-"""Decay per token of the same over the last few tokens."""
+"""Decay per token of the same share over the last few tokens."""
 FAST_WEIGHT = 0.5
+"""Weight of the fast mean in an expert's score."""
 REMEMBERED_TOKENS = 256
-"""W. The longer, the better the forecast: 64 cost up to 0.6 points of hits, 32 up to 1.6."""
+"""W. Longer memories forecast better: 64 costs up to 0.6 points of hits, 32 up to 1.6."""
 SIMILAR_TOKENS = 16
-"""Past tokens that the forecast is made from."""
+"""Past tokens that a forecast is made from."""
 TOKEN_DECAY = 0.02
-"""What a layer's likeness still counts one token later: most is told by the dozen layers before."""
+"""Decay per token of a layer's part in the similarity of paths: the dozen layers before tell most."""
 SHARPNESS = 10.0
-"""A past token whose path is like the newest in all chosen experts weighs e^10 as much as one in none."""
-AHEAD_WEIGHTS = tuple(0.5**turn for turn in range(4))
-"""What the next turns after a past token count."""
+"""A past token that shares all experts with the newest weighs e^SHARPNESS times one that shares none."""
+AHEAD_WEIGHTS = tuple(0.5**distance for distance in range(4))
+"""Weights of the tokens after a similar past token, the nearest first."""
 
 
 class ExpertReuse:
@@ -41,7 +41,7 @@ class ExpertReuse:
     Args:
         layers: L, layers with experts.
         experts: E.
-        chosen: k; of more the highest count, and fewer aren't expected.
+        chosen: k. Of more experts, the highest gates count.
         frequencies: for each layer, (E,) share of tokens, from 0 to 1, that chose each expert on some text.
     """
 
@@ -68,15 +68,15 @@ class ExpertReuse:
         """Each layer's choices for the last tokens, the newest first."""
         self._seen = [0] * layers
         """Tokens of each layer that are remembered."""
-        self._alike = np.zeros(REMEMBERED_TOKENS, dtype=np.float32)
-        """By n: how like the newest token's path that of the n-th token before it is, from 0 to 1."""
-        turns = np.arange(layers, dtype=np.float32) + 1
-        self._nearness = np.sqrt(layers / turns)
-        """By the number of layers until a layer's turn, less one: what a slot until then is worth."""
+        self._similarity = np.zeros(REMEMBERED_TOKENS, dtype=np.float32)
+        """By n: similarity of the newest token's path to that of the n-th token before it, from 0 to 1."""
+        distances = np.arange(layers, dtype=np.float32) + 1
+        self._nearness = np.sqrt(layers / distances)
+        """Worth of a slot for a layer that comes next, after one other layer, and so on."""
 
     def observe(self, layer: int, gates: Float32) -> None:
         """Learn from gates (T, E), above 0 for the chosen, of the tokens after those seen so far."""
-        # In one native call: between layers, numpy's many small ones find nothing in the processor's caches.
+        # One native call, as numpy's many small ones miss the processor's caches between layers.
         self._seen[layer] = self._native.observe(
             np.ascontiguousarray(gates),
             self._slow[layer],
@@ -84,16 +84,16 @@ class ExpertReuse:
             self._scores[layer],
             self._past[layer],
             self._seen[layer],
-            self._alike,
+            self._similarity,
         )
 
     def scores(self, layer: int) -> Float32:
-        """(E,) scores: the higher, the likelier to be chosen in the next turns."""
+        """(E,) scores: the higher, the likelier to be chosen for the next tokens."""
         scores: Float32 = self._scores[layer]
         return scores
 
     def pool_scores(self, layer: int) -> Float32:
-        """(L * E,) worth of a slot for each expert just after `layer`: more, the sooner its turn comes."""
+        """(L * E,) worth of a slot for each expert just after `layer`: higher for layers that come sooner."""
         layers = len(self._scores)
         until = (np.arange(layers) - layer - 1) % layers
         scores: Float32 = (self._scores * self._nearness[until, None]).ravel()

@@ -1,8 +1,8 @@
 """The `NeuronSource` of experts: those that a pass chose, from the cache or from flash.
 
-An expert is one record, or one run of them, read in one piece straight into its slot, and multiplied there.
-Those in memory come first, or, where they have to come in order, while the next ones are read. If one can't
-be read, its slot is freed: an expert is never multiplied before it has arrived whole.
+An expert is one record, or one run of them, read at once into its slot, and multiplied there. Experts in
+memory come first, unless the order is given. If one can't be read, its slot is freed: an expert is never
+multiplied before all of it has arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ondevice.stats import PassTimes
 from ondevice.units import PAGE_BYTES
 
 FILLED_AT_ONCE = 4
-"""Experts that are read together while the model is idle; with these 8 GB came at flash's full rate."""
+"""Experts that are read together while the model is idle, enough for flash's full rate."""
 
 
 class ExpertFetcher(CachedSource):
@@ -44,15 +44,15 @@ class ExpertFetcher(CachedSource):
     Args:
         layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
-        experts: what the experts of each layer are; None for a layer without any.
+        experts: the spec of each layer's experts; None for a layer without any.
         slot_bytes, segment_slots: bytes of a slot, and slots in a segment.
-        most: most experts that are read at once: slots that are kept free for them.
+        most: most experts that are read at once, and slots that are kept free for them.
         keep: whether experts may stay after the pass that read them.
         prefetch: whether to begin to read the next layer's experts before they are known.
         frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
-        of_model: what the model's experts are, where none of `layers` has some, as in a part of a model.
-        dense: provides the neurons that aren't an expert's, owned by this object from now on; None: the
-            layers hold them.
+        dense: provides the neurons that aren't experts', owned by this object from now on; None: the layers
+            hold them.
+        of_model: the spec of the model's experts, for a part of a model without layers with experts.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class ExpertFetcher(CachedSource):
         dense: SegmentPool | None = None,
         of_model: ExpertsSpec | None = None,
     ) -> None:
-        found = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
-        self._turns = {layer: turn for turn, layer in enumerate(found)}
-        """By layer: its number among those that have experts, which alone the cache knows."""
-        self._layer_of = tuple(found)
-        own = next(iter(found.values()), of_model)
-        assert own is not None
-        self._experts = own
-        count, turns = self._experts.count, max(1, len(found))
-        policy = ExpertReuse(turns, count, self._experts.chosen, frequencies)
+        specs = {layer: spec for layer, spec in enumerate(experts) if spec is not None}
+        self._moe_index = {layer: moe_index for moe_index, layer in enumerate(specs)}
+        """Number of each layer with experts among these, as the cache counts layers."""
+        self._layer_of = tuple(specs)
+        spec = next(iter(specs.values()), of_model)
+        assert spec is not None
+        self._experts = spec
+        count, num_layers = self._experts.count, max(1, len(specs))
+        policy = ExpertReuse(num_layers, count, self._experts.chosen, frequencies)
         allocate = layers[0].piece_memory.slot_allocator
-        cache = PooledCache([count] * turns, slot_bytes, segment_slots, most, policy, keep, allocate)
+        cache = PooledCache([count] * num_layers, slot_bytes, segment_slots, most, policy, keep, allocate)
         self._pool = cache
         self._most = most
         self._dense = dense
@@ -88,9 +88,9 @@ class ExpertFetcher(CachedSource):
         self._prefetcher = ExpertPrefetcher(self._reads, cache, self._read_ahead, most - 1)
         self._prefetches = prefetch
         self._prefetched_hits = 0
-        self._fills = bool(found) and keep
+        self._fills = bool(specs) and keep
         self._draft_gates: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(turns, draft tokens, E) gates of the last pass's draft tokens, in the order of its batch."""
+        """(layers with experts, draft tokens, E) gates of the last pass's draft tokens, in batch order."""
         super().__init__(layers, cache)
 
     @property
@@ -109,7 +109,7 @@ class ExpertFetcher(CachedSource):
         self._cache.resize(sum(quota))
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments of neurons that aren't an expert's."""
+        """Keep to a quota of segments of neurons that aren't experts'."""
         if self._dense is not None:
             self._dense.resize(quota)
 
@@ -120,21 +120,20 @@ class ExpertFetcher(CachedSource):
 
     @property
     def filled_bytes(self) -> int:
-        """The same of slots and filled segments. Safe from any thread."""
+        """Bytes of the slots that exist, and of filled segments of other neurons. Safe from any thread."""
         return super().filled_bytes + (0 if self._dense is None else self._dense.filled_bytes)
 
     @property
     def times(self) -> PassTimes:
-        found = super().times
-        return (
-            found if self._dense is None else replace(found, waited=found.waited + self._dense.times.waited)
-        )
+        times = super().times
+        if self._dense is None:
+            return times
+        return replace(times, waited=times.waited + self._dense.times.waited)
 
     def fill(self) -> bool:
-        """Read the likeliest absent experts that there is room for, few enough that a request hardly waits.
+        """Read a few of the likeliest absent experts. False if there is no room, or a read failed.
 
-        False: there is no room, or one couldn't be read. A pass that needs that one reads
-        it again, and says so.
+        A pass that needs an expert whose read failed reads it again, and raises.
         """
         self._prefetcher.drop()
         likely = self._pool.likeliest_of_all(FILLED_AT_ONCE) if self._fills else []
@@ -150,7 +149,7 @@ class ExpertFetcher(CachedSource):
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Make room for the gates of draft tokens."""
         if len(batch.drafted) > self._draft_gates.shape[1]:
-            shape = len(self._turns), len(batch.drafted), self._experts.count
+            shape = len(self._moe_index), len(batch.drafted), self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
         if self._dense is not None:
             self._dense.begin_pass(batch)
@@ -160,23 +159,23 @@ class ExpertFetcher(CachedSource):
         self._managed += self._lap()
 
     def wants_prefetch(self, layer: int, rows: int) -> bool:
-        turn = self._turns.get(layer)
-        return self._prefetches and turn is not None and self._prefetcher.wants(turn, rows)
+        moe_index = self._moe_index.get(layer)
+        return self._prefetches and moe_index is not None and self._prefetcher.wants(moe_index, rows)
 
     def prefetch_experts(self, layer: int, chosen: Callable[[], Int32]) -> None:
         self._since = time.perf_counter()
-        self._prefetcher.expect(self._turns[layer], chosen)
+        self._prefetcher.expect(self._moe_index[layer], chosen)
         self._managed += self._lap()
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the cache about the accepted draft tokens."""
         accepted = batch.accepted(rows)
         if accepted and not self._cache.holds_all:
-            for turn, gates in enumerate(self._draft_gates[:, accepted]):
-                self._cache.observe(turn, gates.astype(np.float32))
+            for moe_index, gates in enumerate(self._draft_gates[:, accepted]):
+                self._cache.observe(moe_index, gates.astype(np.float32))
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """A layer's neurons on flash that every token uses: records, or segments just filled."""
+        """A layer's neurons on flash that aren't experts': records, or segments just filled."""
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def experts(
@@ -185,16 +184,16 @@ class ExpertFetcher(CachedSource):
         if batch.resident_only or batch.stream_rows:
             raise OndeviceError("experts can't be estimated from those in memory alone")
         self._since = time.perf_counter()
-        cache, turn = self._cache, self._turns[layer]
+        cache, moe_index = self._cache, self._moe_index[layer]
         if not cache.holds_all:
-            self._observe(turn, routing, batch)
+            self._observe(moe_index, routing, batch)
         ids, records, arrived = routing.experts, self._records(layer), False
         under_way: dict[int, tuple[int, int]] = {}
         try:
-            for one in self._prefetcher.settle(turn, ids):
+            for one in self._prefetcher.commit(moe_index, ids):
                 under_way[one.expert] = one.address, one.ticket
             self._prefetched_hits += len(under_way)
-            addresses = cache.find(turn, ids)
+            addresses = cache.find(moe_index, ids)
             wanted: list[int] = ids.tolist()
             missing = deque(expert for expert in wanted if expert not in addresses)
             self._prefetcher.count_missing(len(under_way) + len(missing))
@@ -203,7 +202,7 @@ class ExpertFetcher(CachedSource):
             for done, expert in enumerate(order):
                 self._begin(layer, missing, under_way, order[done:])
                 if not missing:
-                    self._prefetcher.begin(turn, order[done:])
+                    self._prefetcher.begin(moe_index, order[done:])
                 slot = self._wait(layer, expert, under_way) if expert in under_way else addresses[expert]
                 self._managed += self._lap()
                 yield expert, _address(records, expert, slot)
@@ -212,30 +211,30 @@ class ExpertFetcher(CachedSource):
         finally:
             if not arrived:
                 self._give_up(layer, under_way)
-            cache.evict_to_share(turn)
+            cache.evict_to_share(moe_index)
             self._managed += self._lap()
 
     def _begin(
         self, layer: int, missing: deque[int], under_way: dict[int, tuple[int, int]], kept: Sequence[int]
     ) -> None:
         """Begin to read as many of the missing experts as there is room for; `kept` are still needed."""
-        cache, turn = self._cache, self._turns[layer]
+        cache, moe_index = self._cache, self._moe_index[layer]
         while missing and len(under_way) < self._most:
             count = min(len(missing), self._most - len(under_way))
-            if not cache.has_room(1) and not self._pool.make_room(count, turn, np.array(kept, np.int32)):
+            if not cache.has_room(1) and not self._pool.make_room(count, moe_index, np.array(kept, np.int32)):
                 return
-            # Slots may be used by computations of a backend that are still under way.
+            # A backend's computations may still use evicted slots.
             memory = self._layers[layer].piece_memory
             memory.wait(memory.take_pending())
             expert = missing.popleft()
-            own = np.array([expert], dtype=np.int32)
-            slot, begun = int(cache.acquire(turn, own).addresses[0]), False
+            ids = np.array([expert], dtype=np.int32)
+            slot, begun = int(cache.acquire(moe_index, ids).addresses[0]), False
             try:
                 ticket = self._read(layer, expert, slot)
                 begun = True
             finally:
                 if not begun:
-                    cache.evict(turn, own)
+                    cache.evict(moe_index, ids)
             under_way[expert] = slot, ticket
 
     def _read(self, layer: int, expert: int, slot: int, ahead: bool = False) -> int:
@@ -244,9 +243,9 @@ class ExpertFetcher(CachedSource):
         offset, address = records.offset(expert), _address(records, expert, slot)
         return self._reads.begin(records.file, offset, records.nbytes, address, ahead)
 
-    def _read_ahead(self, turn: int, expert: int, slot: int) -> int:
+    def _read_ahead(self, moe_index: int, expert: int, slot: int) -> int:
         """Begin to read an expert that no pass waits for yet. Returns the ticket."""
-        return self._read(self._layer_of[turn], expert, slot, ahead=True)
+        return self._read(self._layer_of[moe_index], expert, slot, ahead=True)
 
     def _wait(self, layer: int, expert: int, under_way: dict[int, tuple[int, int]]) -> int:
         """The slot of an expert under way, once it has arrived."""
@@ -261,24 +260,24 @@ class ExpertFetcher(CachedSource):
         return slot
 
     def _give_up(self, layer: int, under_way: dict[int, tuple[int, int]]) -> None:
-        """Wait until nothing is written to any more, and free the slots of what hasn't arrived."""
+        """Wait until all reads have ended, and free the slots of experts that haven't arrived."""
         self._prefetcher.drop()
         if under_way:
-            self._cache.evict(self._turns[layer], np.array(list(under_way), dtype=np.int32))
+            self._cache.evict(self._moe_index[layer], np.array(list(under_way), dtype=np.int32))
 
-    def _observe(self, turn: int, routing: Routing, batch: ForwardBatch) -> None:
+    def _observe(self, moe_index: int, routing: Routing, batch: ForwardBatch) -> None:
         """Tell the cache the gates of the texts' tokens now; keep those of draft tokens until `accept`."""
         gates = routing.gates
-        self._cache.observe(turn, gates[batch.text_rows] if batch.drafted else gates)
+        self._cache.observe(moe_index, gates[batch.text_rows] if batch.drafted else gates)
         if batch.drafted:
-            self._draft_gates[turn, : len(batch.drafted)] = gates[batch.drafted]
+            self._draft_gates[moe_index, : len(batch.drafted)] = gates[batch.drafted]
 
     def _records(self, layer: int) -> ExpertRecords:
-        found = self._layers[layer].source.experts
-        assert found is not None
-        return found
+        records = self._layers[layer].source.experts
+        assert records is not None
+        return records
 
 
 def _address(records: ExpertRecords, expert: int, slot: int) -> int:
-    """Address of an expert in the slot at the address `slot`: it lies in its page as on flash."""
+    """Address of an expert in the slot at `slot`: its offset in a page is that on flash."""
     return slot + records.offset(expert) % PAGE_BYTES

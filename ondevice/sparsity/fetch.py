@@ -1,7 +1,7 @@
 """The sparse `NeuronSource`: selected neurons from the cache or from flash, in batches that are in memory.
 
 While one batch is multiplied, the next one's records are read. If a record can't be read, its batch's slots
-are freed: a neuron is never multiplied before its record has arrived whole.
+are freed: a neuron is never multiplied before all of its record has arrived.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.prefetch import PREFETCH_TOKENS, Prefetcher, PrefetchQuality
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 
-WHOLE_RECORD, UP_AND_DOWN = 0, 1
+FULL_RECORD, UP_AND_DOWN = 0, 1
 """First part of a neuron's record that is read. If gates select, gate rows are in memory already."""
 BATCHES = 2
-"""Batches whose reads are under way at once."""
+"""Batches that are read at once."""
 WARM_UP_SECONDS = 0.04
-"""Reading time that cache warm-up may take per pass, in seconds."""
+"""Reading time of cache warm-up per pass, in seconds."""
 WARM_UP_READ_BYTES = 64 << 10
 """Bytes of a typical warm-up read, a run of records."""
 READ_WEIGHT = 0.1
@@ -62,8 +62,8 @@ class FetchOptions:
     prefetch: bool = True
     """Begin to read the next layer's neurons before its selection is known."""
     bundled: bool = True
-    """Read all parts of a neuron in one read, with near neighbours. Otherwise each checked part is a read of
-    its own, except in prefetch and warm-up; in files that are checked row by row, a part is a row."""
+    """Read all parts of a neuron in one read, with near neighbours. Otherwise each checked part (a row, in
+    files that are checked by rows) is one read, except in prefetch and warm-up."""
 
 
 DEFAULT_FETCH = FetchOptions()
@@ -98,7 +98,7 @@ class NeuronFetcher(CachedSource):
         self._widest = max(layer.source.num_neurons for layer in layers)
         self._batch = batch
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
-        first = WHOLE_RECORD if predicted else UP_AND_DOWN
+        first = FULL_RECORD if predicted else UP_AND_DOWN
         wanted = Parts(first, len(part_bytes) - first)
         self._rate_check = RateCheck(reader, costs, len(layers))
         gap_bytes = costs.gap_bytes(reader.threads)
@@ -200,7 +200,7 @@ class NeuronFetcher(CachedSource):
             ids = np.union1d(ids, cache.held(layer, selected(scores[num_exact_rows:])))
         prefetched = self._prefetcher.commit(layer)
         if cache.holds_layer(layer) and not len(prefetched):
-            yield from self._whole(layer, ids)
+            yield from self._resident_batch(layer, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
         under_way: deque[_Batch] = deque()
@@ -231,8 +231,8 @@ class NeuronFetcher(CachedSource):
             cache.evict_to_share(layer)
             self._managed += self._lap()
 
-    def _whole(self, layer: int, ids: Int32) -> Batches:
-        """Yields one batch with all selected neurons of a layer that is wholly in memory."""
+    def _resident_batch(self, layer: int, ids: Int32) -> Batches:
+        """Yields one batch with all selected neurons of a layer whose neurons are all in memory."""
         self._prefetcher.arrived()
         placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
@@ -244,7 +244,7 @@ class NeuronFetcher(CachedSource):
     def _manage_cache(self, tokens: int) -> None:
         """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""
         self._prefetcher.next_pass()
-        # A long chunk needs nearly every neuron: neurons that warm-up reads beside it would be read twice.
+        # A long chunk needs nearly every neuron, so neurons of warm-up would be read twice.
         is_long = tokens > PREFETCH_TOKENS
         if is_long:
             self._warm_up.stop()
@@ -310,7 +310,7 @@ class NeuronFetcher(CachedSource):
             self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
-        """Yields pieces of at most `batch` ids. A block of 64 neurons is summed as one, so never split."""
+        """Yields pieces of at most `batch` ids. Blocks of 64 neurons are summed as one, so never split."""
         start = 0
         while start < len(ids):
             stop = min(start + self._batch, len(ids))

@@ -1,9 +1,8 @@
 """Segments of a cache that are made before they are needed.
 
-The system takes its time for fresh memory: in a virtual machine as long as flash takes to read as much, and
-a missing neuron waited for both. While a segment is filled, a thread makes the next one. In 12 GB of
-Qwen3-30B-A3B's shape, a token took 0.86 and 0.89 of the time, in two pairs in turns. A cache of experts
-doesn't wait for it either (`PooledCache.make_room`).
+In a virtual machine, fresh memory takes as long as flash takes to read as much, and a missing neuron would
+wait for both. So a thread makes the next segment while one is filled: in 12 GB of Qwen3-30B-A3B's shape, a
+token takes 0.86 to 0.89 of the time. A cache of experts doesn't wait either (`PooledCache.make_room`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ __all__ = ["FreshSegments"]
 class FreshSegments:
     """Makes segments of `nbytes`, one of them ahead.
 
-    allocate: makes one; None for the native one. Only large native segments are made ahead: small ones get
-    their pages when they are written to, and MLX's memory is its owner thread's.
+    allocate: makes a segment; None for native memory. Only large native segments are made ahead: small ones
+    get their pages when they are written to, and MLX's memory belongs to its owner thread.
     """
 
     def __init__(self, nbytes: int, allocate: Callable[[int], Bytes] | None = None) -> None:
@@ -48,21 +47,21 @@ class FreshSegments:
 
     def take(self, another: bool) -> Bytes:
         """A segment, (nbytes,) uint8. another: whether one more may follow. Raises MemoryError."""
-        made, self._next = self._next, None
-        segment = made.result() if made else self._allocate(self._nbytes)
+        ready, self._next = self._next, None
+        segment = ready.result() if ready else self._allocate(self._nbytes)
         if another and self._maker:
             self._next = self._maker.submit(_native.allocate, self._nbytes)
         return segment
 
     def drop(self) -> None:
-        """Free what nothing has taken."""
+        """Free the segment that was made ahead."""
         if self._next and not self._next.cancel():
-            # A segment that is being made can't be freed before it exists. Its error is nobody's.
+            # A segment that is being made can't be freed before it exists. Its error doesn't matter.
             self._next.exception()
         self._next = None
 
     def close(self) -> None:
-        """Free what nothing has taken, and end the thread."""
+        """Free the segment that was made ahead, and end the thread."""
         self.drop()
         if self._maker:
             self._maker.shutdown()

@@ -1,8 +1,8 @@
-"""The matrices of every token in memory as far as the plan allows; a pass reads the others in order of use.
+"""Matrices that every token uses: in memory as far as the plan allows, the others read in order of use.
 
-Units come in the order of a pass: each layer's, then the runs of the head. The first ones of that order are
-held; the others are read ahead of use into slots, and copied from there into memory that units share. A pass
-that skips the head, or begins in an upper layer, makes the reading begin anew from there.
+Units are in the order of a pass: each layer's, then the runs of the head. The first units stay in memory; the
+others are read ahead of use into slots, and copied from there into memory that units share. A pass that skips
+the head, or begins in an upper layer, restarts the reading there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 
 MERGED_GAP_BYTES = 64 << 10
-"""Most bytes between two matrices, as of vectors, that are read with both in one piece."""
+"""Most bytes between two matrices that are read with both in one piece."""
 
 
 class TileRun(NamedTuple):
@@ -36,19 +36,19 @@ class TileRun(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is read at once."""
+    """Tile runs that are read at once."""
 
     extent: Extent
     runs: list[TileRun]
 
 
 class MatrixStream:
-    """Owns the memory of the `linears`, of which each unit has one or more.
+    """Owns the memory of the `linears`, one or more per unit.
 
-    A thread fills the units that are to be held, all of them once a pass needs one: so the head is read while
-    a prompt's layers compute.
+    Once a pass needs a unit that stays, a thread fills it and those after it: so the head is read while a
+    prompt's layers compute.
 
-    reader: over the bundle's files. piece_bytes: most bytes of a piece, but for a longer tile. slot_bytes,
+    reader: over the bundle's files. piece_bytes: most bytes of a piece, unless a tile is longer. slot_bytes,
     slots: of the ring through which units are read.
     """
 
@@ -71,14 +71,14 @@ class MatrixStream:
         self._quota = 0
         self._ahead: ReadAhead | None = None
         self._order: list[int] = []
-        """The units that the ring reads, again and again, from the next one on; empty while it fills some."""
+        """The units that the ring reads cyclically, from the next one on; empty while units are filled."""
         self._filler: ThreadPoolExecutor | None = None
         self._fills: dict[int, Future[None]] = {}
         """The units that are being filled, in order."""
         self._fill_failed = False
-        """Whether one of these failed, so that the ring's next pieces aren't those of the units behind it."""
+        """Whether one of these failed, so that the ring's next pieces aren't those of the units after it."""
         self._shared: dict[object, list[_native.Matrix]] = defaultdict(list)
-        """Memory that units share, by kind: what the newest of them doesn't use."""
+        """Memory that units share, by kind, as far as the newest unit doesn't use it."""
         self._newest: list[StreamedLinear] = []
         """The matrices in shared memory now."""
         self.waited = 0.0
@@ -96,7 +96,7 @@ class MatrixStream:
         return self._quota >= len(self._units)
 
     def resize(self, quota: int) -> None:
-        """Keep the first `quota` units. Surplus ones are freed at once; passes bring missing ones."""
+        """Let the first `quota` units stay. Surplus ones are freed at once; passes fill missing ones."""
         if quota == self._quota:
             return
         self._quota = quota
@@ -113,7 +113,8 @@ class MatrixStream:
             self._stop_reading()
 
     def bring(self, unit: int) -> None:
-        """Set `held` of the unit's matrices. Raises FlashReadError, MemoryError; another call begins anew."""
+        """Set `held` of the unit's matrices. Raises FlashReadError, MemoryError; the next call starts
+        anew."""
         self._share()
         started, brought = time.perf_counter(), False
         try:
@@ -134,7 +135,7 @@ class MatrixStream:
             self._stop_reading()
 
     def close(self) -> None:
-        """Free everything; the matrices then refuse to be multiplied. Idempotent."""
+        """Free all memory; the matrices then refuse to be multiplied. Idempotent."""
         self._end_fills()
         if self._filler is not None:
             self._filler.shutdown()
@@ -149,12 +150,12 @@ class MatrixStream:
 
     @property
     def _missing(self) -> list[int]:
-        """Units of which a matrix isn't in memory, ascending."""
+        """Units with a matrix that isn't in memory, ascending."""
         units = self._units.items()
         return sorted(unit for unit, linears in units if any(linear.held is None for linear in linears))
 
     def _fill(self, unit: int) -> None:
-        """Wait for a unit that is to be held; the thread goes on with those behind it."""
+        """Wait for a unit that stays; the thread continues with those after it."""
         if unit not in self._fills:
             self._end_fills()
             units = [missing for missing in self._missing if unit <= missing < self._quota]
@@ -168,7 +169,7 @@ class MatrixStream:
         self._fills[unit].result()
 
     def _hold(self, unit: int, ahead: ReadAhead) -> None:
-        """Fill a unit, which stays. Its pieces are the next ones of `ahead`."""
+        """Fill a unit that stays, from the next pieces of `ahead`."""
         if self._fill_failed:
             raise OndeviceError("a unit before this one wasn't filled")
         self._fill_failed, linears = True, self._units[unit]
@@ -179,7 +180,7 @@ class MatrixStream:
         self._fill_failed = False
 
     def _end_fills(self) -> None:
-        """Let the thread end with the unit that it is filling."""
+        """Stop the thread after the unit that it is filling."""
         if not self._fills:
             return
         for fill in self._fills.values():
@@ -203,7 +204,7 @@ class MatrixStream:
         self._order = [*self._order[1:], unit]
 
     def _copy(self, unit: int, targets: Sequence[_native.Matrix], ahead: ReadAhead) -> None:
-        """Copy a unit's pieces, the next ones of `ahead`, to the matrices that it is to have."""
+        """Copy a unit's pieces, the next ones of `ahead`, into its matrices `targets`."""
         linears = self._units[unit]
         for piece in self._pieces[unit]:
             arrived = ahead.next()
@@ -215,7 +216,7 @@ class MatrixStream:
             ahead.release()
 
     def _share(self) -> None:
-        """Take the shared memory back from the newest unit."""
+        """Return the newest unit's memory to the shared memory."""
         for linear in self._newest:
             if linear.held is not None:
                 self._shared[linear.kind].append(linear.held)
@@ -227,7 +228,7 @@ class MatrixStream:
         return free.pop() if free else _new(linear)
 
     def _reading(self, units: Sequence[int]) -> ReadAhead:
-        """The ring, whose next pieces are those of these units, again and again."""
+        """The ring, set to read these units cyclically."""
         extents = [piece.extent for unit in units for piece in self._pieces[unit]]
         if self._ahead is None:
             self._ahead = ReadAhead(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)

@@ -2,8 +2,7 @@
 
 A policy scores neurons (`policies.py`). A layer's share of the slots follows its share of the model's best
 scores, and in each layer the best neurons keep their slots. A slot may come from any segment, so nothing ever
-moves: a neuron gets a free slot when it is read, and frees it when it is evicted. The memory plan decides the
-number of segments; the cache owns them.
+moves. The memory plan decides the number of segments; the cache owns them.
 
 Legend: L layers, F neurons of a layer, N neurons of all layers, n neurons of a request.
 """
@@ -42,9 +41,9 @@ class Placement:
 class NeuronCache:
     """A cache of N neurons. Each slot belongs to a layer's share or to a common reserve.
 
-    A neuron that is read gets a slot at once, from the reserve if its layer's share is used up. Then
-    `evict_to_share` evicts the neurons with the lowest scores until the layer keeps to its share. So at most
-    `reserve` missing neurons may get slots between two calls of `evict_to_share`.
+    A neuron that is read gets a slot at once, from the reserve if its layer's share is used up.
+    `evict_to_share` then evicts the neurons with the lowest scores. So at most `reserve` missing neurons may
+    get slots between two calls of it.
 
     Args:
         widths: F of each layer.
@@ -70,7 +69,7 @@ class NeuronCache:
         self._fresh = FreshSegments(slot_bytes * segment_slots, allocate)
         self._widths = tuple(widths)
         self._first = [sum(self._widths[:layer]) for layer in range(len(self._widths))]
-        """Number of every layer's first neuron, where neurons are counted through all layers."""
+        """Number of every layer's first neuron, counted through all layers."""
         self.slot_bytes = slot_bytes
         self._segment_slots = segment_slots
         self._reserve = reserve
@@ -91,7 +90,7 @@ class NeuronCache:
         self._num_free = 0
         self._counts = [0] * len(self._widths)
         self._reserved = [0] * len(self._widths)
-        """Slots of each layer that are being read into and don't count as held yet."""
+        """Slots of each layer that are being read into, and that no neuron has yet."""
         self._shares = [0] * len(self._widths)
         """Slots that each layer may keep."""
         self._tokens = 0
@@ -103,7 +102,7 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist. Within the quota they are made when needed, or one ahead."""
+        """Bytes of the segments that exist. They are made when needed, or one ahead, within the quota."""
         return (len(self._segments) + self._fresh.waiting) * self._segment_slots * self.slot_bytes
 
     @property
@@ -154,16 +153,16 @@ class NeuronCache:
         Raises OndeviceError if more are missing than there are slots.
         """
         slots = self._slot_of[layer]
-        own = slots[ids]
-        missing = _NONE if self.holds_layer(layer) else np.flatnonzero(own < 0)
+        places = slots[ids]
+        missing = _NONE if self.holds_layer(layer) else np.flatnonzero(places < 0)
         self.lookups += len(ids)
         self.hits += len(ids) - len(missing)
         if len(missing):
             new = self._take(len(missing))
-            own[missing] = slots[ids[missing]] = new
+            places[missing] = slots[ids[missing]] = new
             self._owner[new] = self._first[layer] + ids[missing]
             self._counts[layer] += len(missing)
-        return Placement(self._address[own], missing)
+        return Placement(self._address[places], missing)
 
     def places(self, layer: int) -> tuple[Int32, Addresses]:
         """Every neuron's slot, (F,), and every slot's address. The layer must be wholly held."""
@@ -180,7 +179,7 @@ class NeuronCache:
         return self._num_free + segments * self._segment_slots >= count
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Evict the layer's neurons with the lowest scores down to its share, but none of those in `keep`."""
+        """Evict the layer's neurons with the lowest scores down to its share, except those in `keep`."""
         over = self._counts[layer] + self._reserved[layer] - self._shares[layer]
         if over <= 0:
             return
@@ -204,8 +203,8 @@ class NeuronCache:
 
     def held(self, layer: int, ids: Int32) -> Int32:
         """The ids among `ids` whose neurons have slots."""
-        found: Int32 = ids[self._slot_of[layer][ids] >= 0]
-        return found
+        held: Int32 = ids[self._slot_of[layer][ids] >= 0]
+        return held
 
     def without_slot(self, layer: int, ids: Int32) -> list[int]:
         """The ids among `ids` whose neurons have no slots."""
@@ -213,12 +212,12 @@ class NeuronCache:
         return [neuron for neuron, slot in zip(ids.tolist(), slots, strict=True) if slot < 0]
 
     def find(self, layer: int, ids: Int32) -> dict[int, int]:
-        """The address of each neuron of `ids` that has a slot. Counted as lookups, but for the others."""
+        """The address of each neuron of `ids` that has a slot. Counts these as lookups."""
         slots, address = self._slot_of[layer][ids].tolist(), self._address
         pairs = zip(ids.tolist(), slots, strict=True)
-        found = {neuron: int(address[slot]) for neuron, slot in pairs if slot >= 0}
-        self.count(len(found))
-        return found
+        addresses = {neuron: int(address[slot]) for neuron, slot in pairs if slot >= 0}
+        self.count(len(addresses))
+        return addresses
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:
         """Addresses of neurons that have slots. Not counted as lookups: drafting uses it."""
@@ -255,10 +254,10 @@ class NeuronCache:
         Returns their ids, and the slots of the other neurons. These slots stay reserved: `release` them once
         nothing writes to them any more.
         """
-        own = self._slot_of[layer]
-        absent = own[ids] < 0
+        slot_of = self._slot_of[layer]
+        absent = slot_of[ids] < 0
         new, held = ids[absent], slots[absent]
-        own[new] = held
+        slot_of[new] = held
         self._owner[held] = self._first[layer] + new
         self._counts[layer] += len(new)
         self._reserved[layer] -= len(new)
@@ -298,7 +297,7 @@ class NeuronCache:
         scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
         rest = scores.size - self._room
         best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]
-        # Neurons that haven't been seen to fire tell nothing about their layer: divide their slots evenly.
+        # Neurons that never fired tell nothing about their layer: their slots are divided evenly.
         seen = best[scores[best] > scores.min()]
         even = (self._room - len(seen)) * widths // widths.sum()
         chosen = np.zeros(scores.size, dtype=bool)

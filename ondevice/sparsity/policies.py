@@ -1,8 +1,8 @@
 """Cache policies: which neurons stay in memory, as functions of the gates of past tokens.
 
-A policy sees the gates of every accepted token, and gives each neuron a score. (Predictors' scores can
-take the place of gates.) The cache keeps a layer's neurons with the highest scores, and gives each layer
-slots by its share of the model's highest scores. NaN counts as fired.
+A policy sees the gates of every accepted token, or a predictor's scores, and scores each neuron. The cache
+keeps a layer's neurons with the highest scores, and gives each layer slots by its share of the model's
+highest scores. NaN counts as fired.
 
 Legend: T tokens, F neurons of a layer; widths: F of each layer.
 """
@@ -23,8 +23,8 @@ DEFAULT_POLICY: PolicyName = "gate"
 
 FREQUENCY_DECAY = 0.9
 """Decay per token of the `frequency` policy's count."""
-# Measured on the shipped model's held-out text (tests/benchmarks/explain/cache_hit_rates.py): a slow mean of
-# 0.98 or 0.995, or half or double the weight, changes hit rates by at most half a point.
+# A slow mean of 0.98 or 0.995, or half or double the weight, changes hit rates by at most half a point on the
+# shipped model's held-out text (tests/benchmarks/explain/cache_hit_rates.py).
 SLOW_DECAY = 0.99
 """Decay per token of the share of tokens for which a neuron fired, in the `gate` policy."""
 FAST_DECAY = 0.8
@@ -122,7 +122,7 @@ class GateScore:
 
     A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
     layer's root mean square, so a score means the same in every layer and model. The slow count starts at
-    each layer's `frequencies` (F,) if known; keeping them as a separate constant term gave fewer hits.
+    each layer's `frequencies` (F,), if known; a separate constant term of them gives fewer hits.
     """
 
     def __init__(self, widths: Sequence[int], frequencies: Sequence[Float32] | None = None) -> None:
@@ -177,9 +177,9 @@ def known_frequencies(widths: Sequence[int], frequencies: Sequence[Float32] | No
     """Each layer's frequencies as new arrays, zeros if unknown. Raises ValueError for other shapes."""
     if frequencies is None:
         return [np.zeros(neurons, dtype=np.float32) for neurons in widths]
-    found = [len(shares) for shares in frequencies]
-    if found != list(widths):
-        raise ValueError(f"frequencies of {found} neurons aren't those of {list(widths)}")
+    given = [len(shares) for shares in frequencies]
+    if given != list(widths):
+        raise ValueError(f"frequencies of {given} neurons aren't those of {list(widths)}")
     return [shares.astype(np.float32) for shares in frequencies]
 
 

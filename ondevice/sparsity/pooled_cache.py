@@ -1,7 +1,6 @@
-"""A neuron cache whose slots belong to no layer: one pool, from which what is worth least goes.
+"""A neuron cache for experts, whose slots belong to no layer: the experts worth least are evicted.
 
-For experts, of which a layer has few and a pass uses few, in all layers in turn: a slot's worth then depends
-on how soon its layer comes again, which shares of layers can't express.
+An expert's worth depends on how soon its layer comes again, which layers' shares can't express.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ class PoolPolicy(Policy, Protocol):
     """A policy whose scores can be compared across layers."""
 
     def pool_scores(self, layer: int) -> Float32:
-        """(N,) worth of a slot for each neuron of all layers, at the end of `layer`'s turn."""
+        """(N,) worth of a slot for each neuron of all layers, once `layer` has been computed."""
         ...
 
 
 class PooledCache(NeuronCache):
-    """A `NeuronCache` without shares: `evict_to_share` keeps all layers together to the room there is.
-
-    Args: those of NeuronCache, but for the policy.
-    """
+    """A `NeuronCache` without shares: `evict_to_share` keeps all layers together to the room there is."""
 
     def __init__(
         self,
@@ -47,15 +43,14 @@ class PooledCache(NeuronCache):
         self._pool_policy = policy
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Evict the neurons worth least at the end of `layer`'s turn, but none of the layer's in `keep`."""
+        """Evict the neurons worth least once `layer` has been computed, except the layer's in `keep`."""
         if self._spare < 0:
             self._evict_least(-self._spare, layer, keep)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more neurons can get slots now. Memory that the system is still giving isn't there;
-        what it has given becomes slots here.
+        """Whether `count` more neurons can get slots now, without waiting for memory from the system.
 
-        But it is waited for where all neurons have room, or there are fewer slots than the reserve.
+        Memory is waited for if all neurons have room, or if there are fewer slots than the reserve.
         """
         if self.holds_all or len(self._owner) < self._reserve:
             return super().has_room(count)
@@ -64,18 +59,16 @@ class PooledCache(NeuronCache):
         return self._num_free >= count
 
     def make_room(self, count: int, layer: int, keep: Int32) -> bool:
-        """Whether one of `count` missing neurons, or more, can get a slot after all: others are evicted, but
-        none of the layer's in `keep`. Called where there is no room.
-        """
+        """Evict others, except the layer's in `keep`, for `count` missing neurons. False if none gets a
+        slot."""
         self.evict_for(count, layer, keep)
         return self.has_room(1) or super().has_room(1)
 
     def evict_for(self, count: int, layer: int, keep: Int32) -> None:
-        """Evict what is above the room there is, and what stands where memory for `count` neurons isn't given
-        yet, but none of the layer's in `keep`.
+        """Evict neurons above the room, and more for `count` neurons if their memory isn't there yet.
 
-        Rather than to wait for fresh memory, what is worth least goes, if anything may: in a virtual machine
-        flash can bring it again sooner.
+        Those of the layer in `keep` stay. In a virtual machine flash brings evicted neurons again sooner than
+        the system gives fresh memory.
         """
         self.evict_to_share(layer, keep)
         if len(self._segments) < self._quota and not self.has_room(count):
@@ -98,9 +91,9 @@ class PooledCache(NeuronCache):
         return super().likeliest(layer, min(most, self._spare))
 
     def likeliest_of_all(self, most: int) -> list[tuple[int, int]]:
-        """The absent neurons worth most, as pairs of layer and id, the best first.
+        """Up to `most` absent neurons worth most, within the room left: pairs of layer and id, best first.
 
-        Of equals the first layers' come first. At most `most`, within the room left.
+        Equal ones are in the order of layers.
         """
         absent = np.flatnonzero(self._slots < 0)
         worth = self._pool_policy.pool_scores(len(self._widths) - 1)[absent]
@@ -111,11 +104,11 @@ class PooledCache(NeuronCache):
 
     @property
     def _spare(self) -> int:
-        """Slots left of the room; below 0 where more neurons are held. Reserved slots are the reserve's."""
+        """Slots left of the room; negative if more neurons are held. Reserved slots belong to the reserve."""
         return self._room - sum(self._counts)
 
     def _draw_shares(self) -> None:
-        """Nothing is divided: any layer may hold all of its neurons."""
+        """Let any layer hold all of its neurons."""
         self._tokens = 0
         self._shares = list(self._widths)
         self._policy.fit(self._room)

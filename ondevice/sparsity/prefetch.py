@@ -1,11 +1,10 @@
 """Prefetch: reads of the next layer's neurons, chosen by the input of this layer's feed-forward.
 
-The residual stream changes little from one layer to the next ("LLM in a flash", arXiv 2312.11514, overlaps
-transfer and compute; Deja Vu, arXiv 2310.17157, found the similarity). So the next layer's own gate or
-predictor, applied to the current stream, predicts most of its selection. The highest-scoring neurons that
-aren't in memory are read while this layer and the next one's attention are computed, at a lower priority than
-reads that a pass waits for. Prefetch only fills the cache: once the true selection is known, reads that
-haven't begun are cancelled, and no result depends on it.
+The residual stream changes little from one layer to the next (Deja Vu, arXiv 2310.17157), so the next layer's
+gate or predictor, applied to the current stream, predicts most of its selection. The highest-scoring absent
+neurons are read while this layer and the next one's attention are computed, at a lower priority than reads
+that a pass waits for. Once the true selection is known, reads that haven't begun are cancelled. No result
+depends on prefetch.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class PrefetchQuality:
     wasted_bytes: int = 0
     """Bytes of the prefetched neurons that weren't selected."""
     hidden_seconds: float = 0.0
-    """Reading time that passes didn't wait for, at the rate of the reads that they did wait for."""
+    """Reading time that passes didn't wait for, at the rate of the reads that they waited for."""
     spent_seconds: float = 0.0
-    """Time to choose neurons, to wait for prefetches, and to read wasted neurons. The last is counted at the
-    rate of `hidden_seconds`, as if each wasted read had delayed a read that a pass waited for."""
+    """Time to choose neurons, to wait for prefetches, and to read wasted neurons, as if each wasted read had
+    delayed a read that a pass waited for."""
 
 
 @dataclass
 class _Prefetch:
-    """One layer's reservation and its reads. read: once halted, the number of first neurons that arrive."""
+    """One layer's reservation and its reads. read: once halted, the number of leading neurons that arrive."""
 
     reservation: Reservation
     reads: ReservedReads
@@ -71,8 +70,8 @@ class _Prefetch:
 class Prefetcher:
     """Prefetches a model's neurons, for at most two layers at once.
 
-    A prefetch begins in `prefetch`, starts no more reads once the layer's own turn has come (`commit`), and
-    has ended when `arrived` returns.
+    A prefetch begins in `prefetch`, starts no more reads once its layer is computed (`commit`), and has ended
+    when `arrived` returns.
 
     Args:
         layers: the model's layers, in order.
@@ -98,7 +97,7 @@ class Prefetcher:
         self._most = most
         self._idle = [ReservedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
         self._prefetches: list[_Prefetch] = []
-        """Prefetches for the layer whose turn comes next, and for the one after it."""
+        """Prefetches for the next layer, and for the one after it."""
         self._arriving: _Prefetch | None = None
         """The committed prefetch. Its reservation has the neurons that count as held, and spare slots."""
         self._expected: dict[int, Float32] = {}
@@ -121,12 +120,12 @@ class Prefetcher:
     def prefetch(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         """Begin to read the neurons of a layer with the highest of scores() (T, F) above zero.
 
-        Called before the previous layer selects. That layer's own prefetch starts no more reads; those that
-        have begun still complete.
+        Called before the previous layer selects. That layer's prefetch starts no more reads; those that have
+        begun still complete.
         """
         expected = self._expected.pop(layer, None)
         if self._prefetches:
-            # A cancelled pass leaves prefetches of other layers behind.
+            # A cancelled pass leaves prefetches of other layers.
             for stale in [one for one in self._prefetches if one.reservation.layer != layer - 1]:
                 self._prefetches.remove(stale)
                 self._release(stale)
@@ -142,7 +141,7 @@ class Prefetcher:
         self._chosen_seconds += time.perf_counter() - started
 
     def awaits(self, layer: int) -> bool:
-        """Whether neurons of the layer, whose turn has come, are being prefetched."""
+        """Whether neurons of the layer that is about to be computed are being prefetched."""
         return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
@@ -156,7 +155,7 @@ class Prefetcher:
             self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def commit(self, layer: int) -> Int32:
-        """At the layer's turn: commit the prefetched neurons and return their ids.
+        """Give the layer's prefetched neurons their slots, and return their ids.
 
         They count as held from now on. `arrived` must return True before one of them is multiplied.
         """

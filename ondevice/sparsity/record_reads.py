@@ -1,4 +1,4 @@
-"""Reads of one batch of neurons into its slots: whole records, or each of their parts by itself."""
+"""Reads of one batch of neurons into its slots: full records, or each of their parts by itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RecordReads:
                         batch.finish()
 
     def finish(self) -> None:
-        """Wait until all records have arrived. After it, even if it raises, no slot is written to any more.
+        """Wait until all reads have ended. No slot is written to after it returns or raises.
 
         Raises FlashReadError, and ValueError if the reader was closed.
         """

@@ -1,6 +1,4 @@
-"""Hit rates of a cache of any size and policy, from recorded gates that are run through the runtime's cache.
-
-Nothing is read or multiplied. This module knows neither the model nor the origin of its gates.
+"""Hit rates of a cache of any size and policy, by running recorded gates through the runtime's cache.
 
 Legend: T tokens, F neurons of a layer. Gates are (T, F) for each layer, all of the same tokens.
 """
@@ -20,7 +18,7 @@ from ondevice.sparsity.policies import PolicyName, fires, make_policy
 from ondevice.sparsity.pooled_cache import PooledCache
 
 SLOT_BYTES = 64
-"""Size of a slot, in bytes; nothing is read into it."""
+"""Bytes of a slot, into which nothing is read."""
 
 
 def hit_rate(
@@ -97,7 +95,7 @@ class Optimum:
     """The upper bound of all policies: a cache that keeps the neurons that fire again soonest (Belady).
 
     A step is one token's pass through one layer. The cache is represented by the number of its neurons that
-    fire next at each step, as it doesn't matter which neurons they are.
+    fire next at each step: which ones doesn't matter.
     """
 
     def __init__(self, gates: Sequence[Float32], warm_up: int, equal: bool = False) -> None:
@@ -122,7 +120,7 @@ class _Schedule:
         self.lookups = 0
         count, end = len(group), len(gates[0]) - warm_up
         self._steps = end * count
-        # Hits before `warm_up` don't count, so the cache then holds the neurons that fire first afterwards.
+        # Hits before `warm_up` don't count, so the cache starts with the neurons that fire first afterwards.
         self._at_first = np.zeros(self._steps, dtype=np.int64)
         self._follow: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = [_NONE] * self._steps
         for index, layer in enumerate(group):
@@ -131,12 +129,12 @@ class _Schedule:
                 active = fires(gates[layer][warm_up + token])
                 self.lookups += int(active.sum())
                 again = following[active]
-                found, counts = np.unique(again[again < end], return_counts=True)
-                self._follow[token * count + index] = found * count + index, counts
+                tokens, counts = np.unique(again[again < end], return_counts=True)
+                self._follow[token * count + index] = tokens * count + index, counts
                 following[active] = token
             seen = fires(gates[layer][:warm_up]).any(axis=0) & (following < end)
-            found, counts = np.unique(following[seen], return_counts=True)
-            self._at_first[found * count + index] = counts
+            tokens, counts = np.unique(following[seen], return_counts=True)
+            self._at_first[tokens * count + index] = counts
 
     def hits(self, slots: int) -> int:
         held = self._at_first.copy()

@@ -1,4 +1,4 @@
-"""Low-priority reads of neurons into slots that are reserved for them: for prefetch and cache warm-up."""
+"""Low-priority reads of neurons into reserved slots: for prefetch and cache warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reservation:
-    """Neurons of one layer, ascending, and the slots reserved for them, which they get once read."""
+    """Neurons of one layer, ascending, and the slots that they get once read."""
 
     layer: int
     ids: Int32
@@ -66,7 +66,7 @@ class ReservedReads:
         try:
             self._reads.finish()
         except FlashReadError as error:
-            # No pass needs these neurons yet. A pass that does reads them again, and raises.
+            # A pass that needs these neurons reads them again, and raises.
             log.info("reading ahead failed: %s", error)
             return False
         return True

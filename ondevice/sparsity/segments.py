@@ -1,13 +1,12 @@
 """The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
 
-Each segment is a mapping of its own and holds a contiguous range of one layer's neurons as its backend
-multiplies them; a layer's segments are a prefix of its neurons. Behind them, a layer of slices may hold high
-planes alone: of such slices a pass reads the low planes. Neurons that aren't resident are read from flash in
-stored order on every pass, read ahead of use. The memory plan decides the number of segments; the pool owns
-them.
+Each segment is a separate mapping of a contiguous range of one layer's neurons, as its backend multiplies
+them; a layer's segments are a prefix of its neurons. After them, a layer of slices may hold high planes
+alone: of such slices a pass reads the low planes. Every pass reads all other neurons from flash, in stored
+order and ahead of use. The memory plan decides the number of segments; the pool owns them.
 
-Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
-from the operating system, the first pass already: while a prompt is computed there is time for it.
+Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory from
+the operating system.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SEGMENTS_AHEAD = 4
 class Piece(NamedTuple):
     """Neurons first .. stop of a layer, which are read at once and belong to one segment.
 
-    plane: which of the layer's high planes is in memory, so that the low one alone is read; None: none is.
+    plane: index of the layer's high plane in memory, so that only the low one is read; None without one.
     """
 
     segment: int
@@ -51,14 +50,14 @@ class Piece(NamedTuple):
 
 
 class LayerQuota(NamedTuple):
-    """The numbers of segments, and of high planes behind them, that a layer may hold."""
+    """The numbers of segments, and of high planes after them, that a layer may hold."""
 
     segments: int
     high_planes: int
 
     @staticmethod
     def of(layer: FeedForwardLayer, count: int) -> LayerQuota:
-        """The layer's part of a quota of `SegmentShape`, where each plane of a segment counts."""
+        """A layer's quota from `count`, which counts each plane of a segment (as `SegmentShape`)."""
         if not layer.high_bytes:
             return LayerQuota(count, 0)
         segments = max(0, count - layer.num_segments)
@@ -103,7 +102,7 @@ class SegmentPool(NeuronSource):
         self._ahead: ReadAhead | None = None
         self._memory = layers[0].piece_memory
         self._held: deque[Any] = deque()
-        """The computations on each piece that is yet to be released to the read-ahead."""
+        """The computations on each piece that hasn't been released to the read-ahead."""
         self._position = 0
         self._pieces: list[list[Piece]] = []
         """The pieces of the schedule, by layer. Empty if residency has changed since then."""
@@ -111,15 +110,13 @@ class SegmentPool(NeuronSource):
         """`_held_segments` when the pieces were scheduled."""
         self._starts: list[int] = []
         self._complete = False
-        """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
+        """Whether the last pass had every neuron resident. Stays true until the next `resize`."""
         self._waited = 0.0
         self.lookups = 0
         """Neurons that passes have multiplied, counted once per pass and layer."""
         self.hits = 0
-        """Multiplied neurons that were in memory when the pass came to their layer.
-
-        Of neurons whose high plane alone was, the share of bytes that it has.
-        """
+        """Multiplied neurons that were in memory when the pass came to their layer. Neurons with only their
+        high plane in memory count by the share of bytes that it has."""
         for layer in layers:
             layer.neurons = self
 
@@ -139,7 +136,7 @@ class SegmentPool(NeuronSource):
 
     @property
     def times(self) -> PassTimes:
-        """Waiting time alone, as segments are filled while passes compute."""
+        """Waiting time only, as segments are filled while passes compute."""
         return PassTimes(waited=self._waited)
 
     @property
@@ -154,7 +151,7 @@ class SegmentPool(NeuronSource):
     def resize(self, quota: Sequence[int]) -> None:
         """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
 
-        Where a layer's number of segments changes, its high planes, which lie behind these, are freed too.
+        If a layer's number of segments changes, its high planes are freed too.
         """
         self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
         self._complete = False
@@ -167,9 +164,9 @@ class SegmentPool(NeuronSource):
                 _drop(empty.pop())
 
     def hold(self, cancelled: IsCancelled = never_cancelled) -> bool:
-        """Read what the quota allows now, before any pass. Raises FlashReadError, MemoryError.
+        """Fill the quota now, before any pass. Raises FlashReadError, MemoryError.
 
-        Returns False if `cancelled()`, which is asked between two pieces, ended it; `close` is still due.
+        Returns False if `cancelled()`, checked before each piece, is true; `close` is still due.
         """
         for layer, (count, _) in zip(self._layers, self._quota, strict=True):
             while len(layer.segments) < min(count, layer.num_segments):
@@ -226,7 +223,7 @@ class SegmentPool(NeuronSource):
                 return
 
     def _allocation(self, nbytes: int) -> Callable[[], Segment]:
-        """What makes a segment of this size."""
+        """A function that makes a segment of this size."""
         if nbytes in self._segment_bytes:
             return self._layers[self._segment_bytes.index(nbytes)].new_segment
         layer = next(layer for layer in self._layers if layer.high_bytes == nbytes)
@@ -254,7 +251,9 @@ class SegmentPool(NeuronSource):
                 neurons = layer.segment_range(segment)
                 for first in range(neurons.start, neurons.stop, self._piece_neurons):
                     stop = min(first + self._piece_neurons, neurons.stop)
-                    extent = _extent(layer, first, stop, behind=0 if in_memory is None else layer.high_bytes)
+                    extent = _extent(
+                        layer, first, stop, skipped_bytes=0 if in_memory is None else layer.high_bytes
+                    )
                     pieces.append(Piece(segment, first, stop, extent, in_memory))
             self._pieces.append(pieces)
 
@@ -263,7 +262,7 @@ class SegmentPool(NeuronSource):
         return [(len(layer.segments), len(layer.high_planes)) for layer in self._layers]
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """A layer's neurons that aren't resident: records, a segment that has just been filled, or planes."""
+        """A layer's neurons that aren't resident: records, segments just filled, or planes."""
         if batch.resident_only:
             return ()
         held, neurons = self._layers[layer], self._layers[layer].source.num_neurons
@@ -291,7 +290,7 @@ class SegmentPool(NeuronSource):
                 continue
             records = arrived.reshape(-1, layer.source.layout.stride)
             if segment < resident:
-                # This pass has come to the layer before, and filled the segment then.
+                # This pass has run the layer before, and filled the segment then.
                 self._let_go(ahead, self._memory.pieces_read)
                 continue
             layer.source.check_gates(first, records)
@@ -310,7 +309,7 @@ class SegmentPool(NeuronSource):
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
     def _let_go(self, ahead: ReadAhead, keep: int) -> None:
-        """Release all pieces but the latest `keep`, which may still be in use."""
+        """Release all pieces except the latest `keep`, which may still be in use."""
         self._held.append(self._memory.take_pending())
         while len(self._held) > keep:
             self._memory.wait(self._held.popleft())
@@ -377,22 +376,22 @@ class SegmentPool(NeuronSource):
             self._memory.wait(self._held.popleft())
 
 
-def _extent(layer: FeedForwardLayer, first: int, stop: int, behind: int) -> Extent:
-    """The bytes of the records of a layer's neurons first .. stop, from byte `behind` of the first on."""
+def _extent(layer: FeedForwardLayer, first: int, stop: int, skipped_bytes: int) -> Extent:
+    """The records of a layer's neurons first .. stop, without the first `skipped_bytes` bytes."""
     source, layout = layer.source, layer.source.layout
     start = DATA_OFFSET + first // layout.neurons * layout.stride
-    return Extent(source.file, start + behind, layout.nbytes(stop - first) - behind)
+    return Extent(source.file, start + skipped_bytes, layout.nbytes(stop - first) - skipped_bytes)
 
 
 def _drop(empty: Future[Segment]) -> None:
-    """Give an empty segment up."""
+    """Drop an empty segment."""
     if not empty.cancel():
         # The segment's memory is freed with it; an error of its allocation no longer matters.
         empty.exception()
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
-    """Pack a piece into a segment. False if packing allocates memory and the system refuses it."""
+    """Pack a piece into a segment. False if the system has no memory for it."""
     try:
         layer.pack(filling, segment, first, records)
     except MemoryError as error:

@@ -1,7 +1,7 @@
 """Back-off: decides by measured speed whether to draft at all, with drafts against plain decoding.
 
-A prediction of a draft's gain is sometimes wrong; its measured tokens per second aren't. Drafts that lose end
-within a few tokens. They are tried again after a back-off, which doubles while trials keep losing.
+Drafts that lose end within a few tokens. They are tried again after a back-off, which doubles while trials
+keep losing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ though text that is predictable at times gains up to 12 %.
 FIRST_PLAIN = 4
 """Plain passes before the first trial. With just one, 100 passes are 13 % slower if it was a cold one."""
 PLAIN_EVERY = 64
-"""Interval between plain passes while drafts win, in passes. So the time of a plain pass stays known.
+"""Interval between plain passes while drafts win, in passes. They keep the time of a plain pass known.
 
-Without these, text is up to 8 % slower while nodes are expensive.
+Without them, text is up to 8 % slower while nodes are expensive.
 """
 FIRST_PLAIN_EVERY = 4
 """First interval between plain passes while drafts win; it doubles up to PLAIN_EVERY.
@@ -59,7 +59,7 @@ class Rate:
 
 
 class BackOff:
-    """The state of drafting: backing off, on trial, or neither. Asked before, and told after, every pass."""
+    """The state of drafting: backing off, on trial, or neither."""
 
     def __init__(self) -> None:
         self._plain = Rate(decay=0.9)

@@ -1,7 +1,6 @@
-"""Looks up in a datastore on flash what followed the last tokens of a text elsewhere.
+"""Looks up the continuations of a text's last tokens in a datastore on flash.
 
-Only an index is in memory: the first tokens of each page. A lookup finds the pages of all contexts in it and
-reads them at once, checked as all reads are.
+Only an index is in memory: the first tokens of each page. A lookup reads the pages of all contexts at once.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ from ondevice.flash.reader import FlashReader
 from ondevice.records import dataclass
 
 READERS = MAX_CONTEXT
-"""Reads under way at once: the pages of each context are one read."""
+"""Reads at once: the pages of each context are one read."""
 MAX_SPAN = 2
-"""Pages in a row that a context may lie in; one with more rows has a page of its own."""
+"""Most adjacent pages of a context; a context with more rows has a separate page."""
 READER_BYTES = READERS * (2 * MAX_SPAN * PAGE_BYTES + (64 << 10)) + (MAX_CONTEXT * MAX_SPAN + 2) * PAGE_BYTES
 """Memory of the reader's staging buffers and stacks, and of the pages that were read last."""
-
-
 MAX_RANKED = 8
 """Most next tokens of a context."""
 
@@ -50,7 +47,7 @@ class Continuations:
     counts: NDArray[np.int64]
 
     def after(self, path: Sequence[int]) -> Continuations | None:
-        """What followed the context and `path`; None if nothing did."""
+        """The continuations of the context and `path`; None if there are none."""
         tokens, first, end = self.tokens, 0, len(self.counts)
         if len(path) >= tokens.shape[1]:
             return None
@@ -63,7 +60,7 @@ class Continuations:
         return Continuations(self.length + len(path), tokens[first:end, len(path) :], self.counts[first:end])
 
     def next_tokens(self) -> tuple[list[int], list[int], int]:
-        """The next tokens, most frequent first, how often each came, and how often the context did."""
+        """The next tokens, most frequent first, with the count of each, and the context's count."""
         column = self.tokens[:, 0]
         firsts = np.concatenate([[0], np.flatnonzero(column[1:] != column[:-1]) + 1])
         sums = np.add.reduceat(self.counts, firsts)
@@ -90,7 +87,7 @@ class Datastore:
             undo.pop_all()
 
     def lookup(self, text: Sequence[int]) -> list[Continuations]:
-        """What followed the last tokens of `text`, longest context first, of the contexts that occur.
+        """The continuations of each context that ends `text` and occurs, longest context first.
 
         Raises FlashReadError for damage, BundleError for tokens that the model doesn't have.
         """
@@ -103,14 +100,14 @@ class Datastore:
         self._reader.read_records(0, wanted, pages)
         place = {page: at for at, page in enumerate(wanted)}
         words = pages.view("<u4")[:, : PAGE_ROWS * (WINDOW + 1)].reshape(len(wanted), PAGE_ROWS, WINDOW + 1)
-        found = []
+        continuations = []
         for length, span in spans:
             rows = words[place[span[0]] : place[span[-1]] + 1].reshape(-1, WINDOW + 1)
             context = np.asarray(text[-length:], dtype=np.uint32)
             rows = rows[(rows[:, :length] == context).all(axis=1)]
             if len(rows):
-                found.append(self._continuations(length, rows))
-        return found
+                continuations.append(self._continuations(length, rows))
+        return continuations
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -123,17 +120,17 @@ class Datastore:
         return Continuations(length, tokens, counts)
 
     def _span(self, context: Words) -> range:
-        """The pages that hold the rows which begin with `context`, if there are any."""
-        own = _key(context, NO_TOKEN)
-        at = int(np.searchsorted(self._frequent, own))
-        if at < len(self._frequent) and self._frequent[at] == own:
+        """The pages that hold all rows that begin with `context`."""
+        key = _key(context, NO_TOKEN)
+        at = int(np.searchsorted(self._frequent, key))
+        if at < len(self._frequent) and self._frequent[at] == key:
             return range(self._ngrams.pages + at, self._ngrams.pages + at + 1)
         first = max(0, int(np.searchsorted(self._starts, _key(context, 0))) - 1)
-        last = max(first, int(np.searchsorted(self._starts, own, side="right")) - 1)
+        last = max(first, int(np.searchsorted(self._starts, key, side="right")) - 1)
         return range(first, min(last, first + MAX_SPAN - 1) + 1)
 
     def _keys(self, name: str) -> NDArray[np.bytes_]:
-        """The rows of an index tensor as strings of bytes that compare as the rows do. Raises BundleError."""
+        """The rows of an index tensor as byte strings in the same order. Raises BundleError."""
         tensors = ngrams_tensors(self._ngrams.pages, self._ngrams.frequent)
         span = tensor_spans(NGRAMS, tensors)[name]
         data = self._reader.read(0, span.offset, span.nbytes)
@@ -144,9 +141,8 @@ class Datastore:
 
 
 def _key(context: Words, filling: int) -> np.bytes_:
-    """`context`, filled up to M tokens, as a string of bytes."""
+    """`context`, filled up to MAX_CONTEXT tokens, as an element of the index."""
     filled = np.full(MAX_CONTEXT, filling, ">u4")
     filled[: len(context)] = context
-    # As an element of the index: without the zeros at its end.
     key: np.bytes_ = filled.view(f"S{4 * MAX_CONTEXT}")[0]
     return key

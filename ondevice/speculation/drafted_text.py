@@ -1,4 +1,4 @@
-"""One text and the drafter that drafts for it: what it is told, its drafts, and their statistics."""
+"""One text with its drafter: the drafter's input, its drafts, and their statistics."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class PassOutcome(NamedTuple):
 
     draft: Draft
     path: Sequence[int]
-    """The nodes of `draft` that the text takes, root first. A token was drawn after each, but for the last
-    where the text waits for its constraint."""
+    """The nodes of `draft` that the text takes, root first. A token was drawn after each, except after the
+    last one while the text waits for its constraint."""
     output: ForwardOutput
     seconds: float | None
-    """Time of the pass, which is that of all texts that share it. None: it isn't to be learnt from."""
+    """Time of the pass, shared by all its texts. None: the time isn't representative."""
     ended: bool
     """Whether the text is over. The draft tokens after the path were then never judged."""
     drawing_seconds: float = 0.0
     """Time of drawing this text's tokens."""
 
 
-class Round:
-    """A decoding pass from the drafts on, until all of its texts have drawn their tokens."""
+class DraftPass:
+    """A decoding pass, from drafting until all of its texts have drawn their tokens."""
 
     def __init__(self, texts: int, waiting: Sequence[DraftedText]) -> None:
-        """texts: that share the pass. waiting: those that have a drafter."""
+        """texts: number of texts in the pass. waiting: those with a drafter."""
         self.texts = texts
         self.nodes = texts
         """Nodes of all drafts, roots included."""
         self.tokens = texts - len(waiting)
-        """Tokens that the pass gave; those without a drafter draw one."""
+        """Tokens that the pass gave. Each text without a drafter draws one."""
         self.timed = True
-        """Whether its time is to be learnt from."""
+        """Whether its time is representative."""
         self.seconds = 0.0
         """Time of drafting, of the pass, and of drawing tokens."""
         self.drafting_seconds = 0.0
@@ -72,9 +72,9 @@ class Round:
 
 
 class DraftedText:
-    """A drafter and the text that it drafts for now, one after another.
+    """A drafter and its present text; texts come one after another.
 
-    What it is told depends on the state of the newest pass (`Drafting`).
+    The state of the newest pass (`Drafting`) decides what the drafter is told.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -86,13 +86,13 @@ class DraftedText:
         self.streamed: Sequence[int] | None = None
         """Nodes of the newest draft that get streams in its pass. None: streams take no part."""
         self.state: State = "listening"
-        self.round: Round | None = None
+        self.draft_pass: DraftPass | None = None
         """The pass that runs; None while a prompt is read."""
         self.preparing_seconds = 0.0
         """Time of the drafter before its newest draft grew."""
         self.proposing_seconds = 0.0
         """Time of the drafter's proposals for its newest draft."""
-        self.asked = 0
+        self.propose_calls = 0
         """How often the drafter was asked for its newest draft."""
         self.computing_seconds = 0.0
         """Time of the drafter's forward passes while its newest draft grew."""
@@ -122,7 +122,7 @@ class DraftedText:
         state: State,
     ) -> None:
         """Begin to continue a text, of at least one token; the caller's list grows with it."""
-        self.is_used, self.state, self.round = True, state, None
+        self.is_used, self.state, self.draft_pass = True, state, None
         self._text, self._prompt_tokens = text, prompt_tokens
         self._sampling, self._constrained = sampling, constrained
         self._told = 0
@@ -132,21 +132,21 @@ class DraftedText:
             self._begin_drafter()
 
     def end(self) -> None:
-        """Let go of the text."""
-        self.is_used, self.round = False, None
+        """Release the text."""
+        self.is_used, self.draft_pass = False, None
         self._text, self._constrained, self._missed_output = [], None, None
 
-    def plain(self, root: int, state: State, its: Round | None = None) -> None:
-        """The newest draft is none. `disabled`: the drafter will begin anew with the whole text."""
-        self.draft, self.streamed, self.state, self.round = plain(root), None, state, its
+    def plain(self, root: int, state: State, draft_pass: DraftPass | None = None) -> None:
+        """Take no draft for the next pass. `disabled`: the drafter will begin anew with the whole text."""
+        self.draft, self.streamed, self.state, self.draft_pass = plain(root), None, state, draft_pass
         self.preparing_seconds = self.proposing_seconds = self.computing_seconds = 0.0
         self._learning_seconds = 0.0
-        self.asked, self.computed, self._prepared = 0, 0, False
+        self.propose_calls, self.computed, self._prepared = 0, 0, False
         if state == "disabled":
             self.disable()
 
     def disable(self) -> None:
-        """The drafter is told of nothing more, and will begin anew with the whole text. The draft stays."""
+        """Tell the drafter nothing more; it will begin anew with the whole text. The draft stays."""
         self.state, self._told, self._missed_output = "disabled", 0, None
 
     def catch_up(self) -> None:
@@ -163,20 +163,20 @@ class DraftedText:
         self.preparing_seconds = time.perf_counter() - started
 
     def prepare(self, kv: SequenceState, nodes: int, cancelled: IsCancelled) -> None:
-        """Do what the next draft, of up to `nodes`, needs. Raises what a drafter raises."""
+        """Prepare the drafter for a draft of up to `nodes` nodes. Raises what it raises."""
         started, self._prepared = time.perf_counter(), True
         self.drafter.prepare(kv, nodes, cancelled)
         self.preparing_seconds += time.perf_counter() - started
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        """What may follow the text and `path`. Raises what a drafter raises."""
+        """Tokens that may follow the text and `path`. Raises what a drafter raises."""
         started = time.perf_counter()
         proposals = self._allowed(path, self._ask)
         self.proposing_seconds += time.perf_counter() - started
         return proposals
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """What may follow the text and `path`, by a forward pass of the drafter's. Raises what it raises."""
+        """Like `propose`, by a forward pass of the drafter. Raises what a drafter raises."""
         started = time.perf_counter()
         proposals = self._allowed(path, self.drafter.compute)
         self.computing_seconds += time.perf_counter() - started
@@ -189,7 +189,7 @@ class DraftedText:
         return list(self._constrained.proposals(path, propose))
 
     def _ask(self, path: Sequence[int]) -> Proposals:
-        self.asked += 1
+        self.propose_calls += 1
         return self.drafter.propose(path)
 
     def read(self, output: ForwardOutput) -> None:
@@ -200,8 +200,7 @@ class DraftedText:
     def drew(self, token: int, logits: Float32) -> None:
         """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
 
-        Logits aren't part of `PassOutcome`, as a pass may have a row of them for each node, and each row is
-        as large as the vocabulary.
+        Logits aren't part of `PassOutcome`: a row for each node, as long as the vocabulary, would be large.
         """
         if self.state == "listening":
             started = time.perf_counter()
@@ -210,19 +209,19 @@ class DraftedText:
             self._learning_seconds += time.perf_counter() - started
 
     def drawn(self, outcome: PassOutcome) -> bool:
-        """Take the outcome of the finished pass. Returns whether all texts of the pass now have.
+        """Take the outcome of the finished pass. Returns whether this text was its last one.
 
-        Raises what a drafter raises; the outcome then counts, but for the time of the pass.
+        Raises what a drafter raises; the outcome then counts, without the time of the pass.
         """
-        its, self.round = self.round, None
+        draft_pass, self.draft_pass = self.draft_pass, None
         if self.state == "throttled":
             self._missed_output = outcome.output, outcome.path
         elif self.state == "listening":
-            if its is not None and self._prepared:
+            if draft_pass is not None and self._prepared:
                 computing = self.preparing_seconds + self.computing_seconds
                 self._count.add(outcome, computing, self.proposing_seconds)
             self.drafter.end_pass(outcome.output, outcome.path)
-        return its is not None and its.drew(self, outcome, self._learning_seconds)
+        return draft_pass is not None and draft_pass.drew(self, outcome, self._learning_seconds)
 
     def stats(self, decision: str) -> DraftStats:
         """Stats of the text so far."""

@@ -19,12 +19,12 @@ PRIOR_TOKENS = 4
 
 
 class Drafter(ABC):
-    """Proposes draft tokens that may follow a text, of which it is told as the text grows.
+    """Proposes draft tokens that may follow a text. It is told each token that the text gets.
 
     Only `propose` is required; the other methods do nothing by default. A drafter affects how many tokens a
     forward pass gives, never which.
 
-    For a draft come `prepare`, then `propose` and `compute` as the draft grows, then `grown`.
+    A draft calls `prepare`, then `propose` and `compute` as it grows, then `grown`.
     """
 
     def begin(  # noqa: B027
@@ -38,7 +38,7 @@ class Drafter(ABC):
         """
 
     def observe(self, token: int, logits: Float32 | None) -> None:  # noqa: B027
-        """Add the newly drawn `token` to the text; judge one's own proposal for its place, and learn.
+        """Add the newly drawn `token` to the text, and learn from how the drafter's proposal compares.
 
         logits: (V,) from which the token was drawn. None for a token that was drawn while drafting was
             throttled; it is only added to the text.
@@ -63,16 +63,16 @@ class Drafter(ABC):
             Cancelled if it returns True.
         """
 
-    def beside(self) -> Drafter | None:
-        """Another drafter of this kind, for a text beside this one's, which shares what isn't the text's.
+    def spawn(self) -> Drafter | None:
+        """Another drafter of this kind, for another text, which shares what doesn't depend on the text.
 
-        It has nothing to close. None: drafters of this kind draft for one text at a time.
+        It needn't be closed. None: drafters of this kind draft for one text at a time.
         """
         return None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers, as of `Transformer.taps`, whose hidden states outputs should have."""
+        """The layers, as in `Transformer.taps`, whose hidden states outputs must have."""
         return ()
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Drafter(ABC):
         return 0.0
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """Like `propose`, with a forward pass of its own: called where its chances are worth the time."""
+        """Like `propose`, by a forward pass: called where the gain in chances is worth the time."""
         return ()
 
     def grown(self) -> None:  # noqa: B027

@@ -15,7 +15,7 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.errors import OndeviceError, system_refusals
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput
-from ondevice.speculation.drafted_text import DraftedText, PassOutcome, Round, State
+from ondevice.speculation.drafted_text import DraftedText, DraftPass, PassOutcome, State
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, Root, grow, plain
@@ -28,13 +28,13 @@ TIMED_EVERY = 8
 
 
 class DraftRequest(NamedTuple):
-    """A text that asks for a draft for the next pass.
+    """A request for a text's draft in the next pass.
 
-    text: as `begin` returned it; None: it gets none.
+    text: as `begin` returned it; None: it gets no draft.
     root: the text's last token, which hasn't been through the model.
-    kv: the target's keys and values. They hold the text except `root`.
-    max_nodes: number of nodes for which the context has room.
-    max_tokens: number of tokens that may still be drawn.
+    kv: the target's keys and values, of the text except `root`.
+    max_nodes: nodes for which the context has room.
+    max_tokens: tokens that may still be drawn.
     """
 
     text: DraftedText | None
@@ -46,12 +46,11 @@ class DraftRequest(NamedTuple):
 
 
 class Drafting:
-    """Drafts for one model's texts, of which several may share a pass. What it learns from one helps others.
+    """Drafts for one model's texts, several of which may share a pass.
 
-    The decode loop calls `begin` for each text, and `end`. For each pass `propose` is called with all texts
-    that decode in it; then for each text its `drew` for each token drawn, and `observe`. A prompt's pass has
-    no `propose`. Passes of each number of texts have a policy and these states of their own, as their times
-    differ. The loop doesn't depend on the states:
+    The decode loop calls `begin` and `end` for each text. For each pass it calls `propose` with all texts
+    that decode; then, for each text, its `drew` for each drawn token, and `observe`. A prompt's pass has no
+    `propose`. Pass times depend on the number of texts, so each number has a policy and a state:
 
         +------------------- listening -------------------+
         |           drafts lose to plain passes           |  looking hasn't paid
@@ -69,8 +68,8 @@ class Drafting:
 
     drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, drafters
     are told of every token, and every pass is timed.
-    throttled: the pass is plain and untimed. Drafters are told of the missed tokens before they are next
-    asked. All at once, that takes far less time than between passes.
+    throttled: the pass is plain and untimed. Drafters are told of the missed tokens all at once, before they
+    are next asked; between passes that would take far longer.
     disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards drafters begin anew with the
     whole text.
     """
@@ -83,25 +82,27 @@ class Drafting:
         branches: bool = True,
         texts: int = 1,
     ) -> None:
-        """drafter: owned by this object from now on, which closes it.
+        """Own `drafter`, and close it in the end.
 
-        max_nodes: most nodes of a pass, roots included. min_pass_seconds: time of a plain pass for each of
-        its texts below which drafting is disabled. branches: whether drafts may branch. texts: most texts
-        that are drafted for at once; fewer where drafters of this kind can't.
+        Args:
+            max_nodes: most nodes of a pass, roots included.
+            min_pass_seconds: time of a plain pass, per text, below which drafting is disabled.
+            branches: whether drafts may branch.
+            texts: most texts that are drafted for at once; fewer if the drafter can't spawn others.
         """
         self._drafter = drafter
         self._texts = [DraftedText(drafter)]
-        while len(self._texts) < texts and (beside := drafter.beside()) is not None:
-            self._texts.append(DraftedText(beside))
+        while len(self._texts) < texts and (other := drafter.spawn()) is not None:
+            self._texts.append(DraftedText(other))
         self._max_nodes = max_nodes
         self._min_pass_seconds = min_pass_seconds
         self._branches = branches
         self._failure = ""
         """Why drafting is disabled for good; empty if it isn't."""
-        self._paces: dict[int, Pace] = {}
-        """Paces by the number of texts that share a pass."""
-        self._pace = self._pace_of(1)
-        """The pace of passes with as many texts as the newest one."""
+        self._states: dict[int, DraftingState] = {}
+        """By the number of texts that share a pass."""
+        self._state = self._state_for(1)
+        """Of passes with as many texts as the newest one."""
 
     def begin(
         self,
@@ -110,53 +111,53 @@ class Drafting:
         constrained: Constrained | None = None,
         prompt_tokens: int | None = None,
     ) -> DraftedText | None:
-        """Begin to continue a text, until `end`. None if every drafter is at work on another text.
+        """Begin to continue a text, until `end`. None if all drafters have texts.
 
-        text: at least one token id; the caller's list grows with the text. constrained: follows the text
-        where it has to obey a constraint. Tokens that are then forced are drafted, and others aren't.
+        text: at least one token id; the caller's list grows with the text. constrained: the constraint that
+        the text obeys; tokens that it forces are drafted, and ones that it forbids aren't.
         prompt_tokens: how many of the text's tokens are its prompt; None: all.
         """
         free = next((it for it in self._texts if not it.is_used), None)
         if free is not None:
             prompt = len(text) if prompt_tokens is None else prompt_tokens
             free.begin(
-                text, prompt, sampling, constrained, "disabled" if self._pace.disabled else "listening"
+                text, prompt, sampling, constrained, "disabled" if self._state.disabled else "listening"
             )
         return free
 
     def end(self, text: DraftedText) -> None:
-        """Let go of a text; its drafter is free for another one."""
+        """Release a text; its drafter is free for another one."""
         text.end()
 
-    def propose(self, asked: Sequence[DraftRequest], max_nodes: int) -> list[Draft | Cancelled]:
-        """The drafts of a pass of these texts, of at most `max_nodes` nodes together, or one for each.
+    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[Draft | Cancelled]:
+        """The drafts of a pass, one per request, of at most `max_nodes` nodes together or one node each.
 
-        They are each text's `draft` too. A drafter that fails disables drafting, and texts go on without.
-        Where a text's `cancelled()` turned True while its draft was made, it gets Cancelled instead.
+        Each is set as its text's `draft`, too. A drafter that fails disables drafting. A text whose
+        `cancelled()` turns True meanwhile gets Cancelled instead of a draft.
         """
-        own = [it.text for it in asked if it.text is not None]
-        pace = self._pace = self._pace_of(len(asked))
-        its, policy = Round(len(asked), own), pace.policy
-        if pace.disabled:
-            return self._plain(asked, its, "disabled")
+        texts = [it.text for it in requests if it.text is not None]
+        state = self._state = self._state_for(len(requests))
+        draft_pass, policy = DraftPass(len(requests), texts), state.policy
+        if state.disabled:
+            return self._plain(requests, draft_pass, "disabled")
         if policy.throttle():
-            its.timed = False
-            return self._with_streams(self._plain(asked, its, "throttled"), asked)
-        found = self._plain(asked, its, "listening")
+            draft_pass.timed = False
+            return self._with_streams(self._plain(requests, draft_pass, "throttled"), requests)
+        drafts = self._plain(requests, draft_pass, "listening")
         try:
             with system_refusals():
-                for text in own:
+                for text in texts:
                     text.catch_up()
                 limit = min(policy.begin(), self._max_nodes, max_nodes)
-                if limit > len(asked):
-                    found = self._grown(asked, its, limit)
+                if limit > len(requests):
+                    drafts = self._grown(requests, draft_pass, limit)
         except OndeviceError as error:
             self._fail(error)
-            return self._plain(asked, its, "disabled")
-        return self._with_streams(found, asked)
+            return self._plain(requests, draft_pass, "disabled")
+        return self._with_streams(drafts, requests)
 
     def read(self, text: DraftedText, output: ForwardOutput) -> None:
-        """Let a text's drafter learn from a pass over its prompt. One that fails disables drafting."""
+        """Let a text's drafter learn from a pass over its prompt. A failure disables drafting."""
         if self._failure:
             return
         try:
@@ -166,24 +167,21 @@ class Drafting:
             self._fail(error)
 
     def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
-        """Learn from a text's part of the finished pass. Passes of prompts count as well.
-
-        A drafter that fails disables drafting.
-        """
-        its = text.round
+        """Learn from a text's part of a finished pass, prompts included. A failure disables drafting."""
+        draft_pass = text.draft_pass
         try:
             with system_refusals():
                 is_last = text.drawn(outcome)
         except OndeviceError as error:
             self._fail(error)
             return
-        if is_last and its is not None and its.timed:
-            self._pace_of(its.texts).record(its)
+        if is_last and draft_pass is not None and draft_pass.timed:
+            self._state_for(draft_pass.texts).record(draft_pass)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers, as of `Transformer.taps`, whose hidden states the next output should have."""
-        return () if self._pace.disabled else self._drafter.taps
+        """The layers, as in `Transformer.taps`, whose hidden states the next output must have."""
+        return () if self._state.disabled else self._drafter.taps
 
     def stats(self, text: DraftedText) -> DraftStats:
         """Stats of the text so far, with a sentence on whether drafts are made, and why."""
@@ -193,26 +191,30 @@ class Drafting:
         """Close the drafters. Idempotent."""
         self._drafter.close()
 
-    def _pace_of(self, texts: int) -> Pace:
-        if texts not in self._paces:
+    def _state_for(self, texts: int) -> DraftingState:
+        if texts not in self._states:
             policy = TreePolicy(self._max_nodes, texts)
-            self._paces[texts] = Pace(policy, texts * self._min_pass_seconds)
-        return self._paces[texts]
+            self._states[texts] = DraftingState(policy, texts * self._min_pass_seconds)
+        return self._states[texts]
 
-    def _plain(self, asked: Sequence[DraftRequest], its: Round, state: State) -> list[Draft | Cancelled]:
-        """No drafts."""
-        for one in asked:
+    def _plain(
+        self, requests: Sequence[DraftRequest], draft_pass: DraftPass, state: State
+    ) -> list[Draft | Cancelled]:
+        """Set and return roots without draft tokens."""
+        for one in requests:
             if one.text is not None:
-                one.text.plain(one.root, state, its)
-        return [plain(one.root) for one in asked]
+                one.text.plain(one.root, state, draft_pass)
+        return [plain(one.root) for one in requests]
 
-    def _grown(self, asked: Sequence[DraftRequest], its: Round, limit: int) -> list[Draft | Cancelled]:
-        """Drafts of at most `limit` nodes together. Raises what a drafter raises, but Cancelled."""
-        policy, gone = self._pace.policy, dict[int, Cancelled]()
-        roots = [self._root(at, one, limit - len(asked) + 1, gone) for at, one in enumerate(asked)]
-        own = [one.text for one in asked if one.text is not None]
-        its.drafted(sum(text.preparing_seconds for text in own))
-        policy.prepared(its.drafting_seconds)
+    def _grown(
+        self, requests: Sequence[DraftRequest], draft_pass: DraftPass, limit: int
+    ) -> list[Draft | Cancelled]:
+        """Drafts of at most `limit` nodes together. Raises what a drafter raises, except Cancelled."""
+        policy, gone = self._state.policy, dict[int, Cancelled]()
+        roots = [self._root(at, one, limit - len(requests) + 1, gone) for at, one in enumerate(requests)]
+        texts = [one.text for one in requests if one.text is not None]
+        draft_pass.drafted(sum(text.preparing_seconds for text in texts))
+        policy.prepared(draft_pass.drafting_seconds)
         started = time.perf_counter()
         try:
             drafts = grow(
@@ -224,27 +226,27 @@ class Drafting:
                 policy.is_worth_computing,
             )
         finally:
-            for text in own:
+            for text in texts:
                 text.drafter.grown()
         growing_seconds = time.perf_counter() - started
-        computing_seconds = sum(text.computing_seconds for text in own)
-        policy.computed(computing_seconds, sum(text.computed for text in own))
-        policy.grown(growing_seconds - computing_seconds, sum(text.asked for text in own))
-        its.drafted(growing_seconds)
-        its.nodes = sum(map(len, drafts))
-        its.timed = not gone
-        for one, draft in zip(asked, drafts, strict=True):
+        computing_seconds = sum(text.computing_seconds for text in texts)
+        policy.computed(computing_seconds, sum(text.computed for text in texts))
+        policy.grown(growing_seconds - computing_seconds, sum(text.propose_calls for text in texts))
+        draft_pass.drafted(growing_seconds)
+        draft_pass.nodes = sum(map(len, drafts))
+        draft_pass.timed = not gone
+        for one, draft in zip(requests, drafts, strict=True):
             if one.text is not None:
                 one.text.draft = draft
         return [gone.get(at, draft) for at, draft in enumerate(drafts)]
 
-    def _root(self, at: int, asked: DraftRequest, most: int, gone: dict[int, Cancelled]) -> Root:
-        """Where a text's draft begins. gone: gets its Cancelled, if it is cancelled."""
+    def _root(self, at: int, request: DraftRequest, most: int, gone: dict[int, Cancelled]) -> Root:
+        """The root of request `at`. gone: gets the Cancelled of a cancelled text, by request."""
         # A draft takes no more blocks of keys and values than the root alone.
-        nodes = min(most, asked.max_nodes, max(1, asked.kv.room - asked.kv.length))
-        text, cancelled = asked.text, asked.cancelled or never_cancelled
-        if text is None or nodes < 2 or asked.max_tokens < 2:
-            return Root(asked.root, lambda path: (), 1, 0)
+        nodes = min(most, request.max_nodes, max(1, request.kv.room - request.kv.length))
+        text, cancelled = request.text, request.cancelled or never_cancelled
+        if text is None or nodes < 2 or request.max_tokens < 2:
+            return Root(request.root, lambda path: (), 1, 0)
 
         def unless_gone(ask: Callable[[Sequence[int]], Proposals], path: Sequence[int]) -> Proposals:
             try:
@@ -254,24 +256,24 @@ class Drafting:
                 return ()
 
         try:
-            text.prepare(asked.kv, nodes, cancelled)
+            text.prepare(request.kv, nodes, cancelled)
         except Cancelled as error:
             gone[at] = error
         return Root(
-            asked.root,
+            request.root,
             partial(unless_gone, text.propose),
             nodes,
-            asked.max_tokens - 1,
+            request.max_tokens - 1,
             partial(unless_gone, text.compute),
             text.drafter.computed_chance,
         )
 
     def _with_streams(
-        self, drafts: list[Draft | Cancelled], asked: Sequence[DraftRequest]
+        self, drafts: list[Draft | Cancelled], requests: Sequence[DraftRequest]
     ) -> list[Draft | Cancelled]:
-        """The drafts. One that has a pass of its own gets streams there, for the next draft."""
-        policy, text, (draft, *beside) = self._pace.policy, asked[0].text, drafts
-        if text is not None and isinstance(draft, Draft) and not beside and not policy.is_backing_off:
+        """The drafts. A draft alone in its pass gets streams there, for the next draft."""
+        policy, text, (draft, *others) = self._state.policy, requests[0].text, drafts
+        if text is not None and isinstance(draft, Draft) and not others and not policy.is_backing_off:
             text.streamed = text.drafter.streamed(draft, policy.row_share)
         return drafts
 
@@ -279,19 +281,19 @@ class Drafting:
         log.warning("no more drafts: %s", error)
         self._failure = str(error)
         self._min_pass_seconds = math.inf
-        for pace in self._paces.values():
-            pace.disable()
+        for state in self._states.values():
+            state.disable()
         for text in self._texts:
             text.disable()
 
     @property
     def _decision(self) -> str:
         """The `decision` of `DraftStats`."""
-        return f"no drafts: {self._failure}" if self._failure else self._pace.decision
+        return f"no drafts: {self._failure}" if self._failure else self._state.decision
 
 
-class Pace:
-    """The policy and the measured times of passes over one number of texts."""
+class DraftingState:
+    """The policy of passes over one number of texts, and whether drafting is disabled in them."""
 
     def __init__(self, policy: TreePolicy, min_pass_seconds: float) -> None:
         self.policy = policy
@@ -300,14 +302,16 @@ class Pace:
         self._untimed = 0
         """Passes until the next timed one while disabled."""
 
-    def record(self, its: Round) -> None:
-        """Record the time of a pass; while disabled of the first, and then of one in TIMED_EVERY."""
+    def record(self, draft_pass: DraftPass) -> None:
+        """Record the time of a pass; while disabled, only of one in TIMED_EVERY."""
         if self.disabled:
             if self._untimed:
                 self._untimed -= 1
                 return
             self._untimed = TIMED_EVERY - 1
-        self.policy.record(its.nodes, its.tokens, its.seconds, its.drafting_seconds)
+        self.policy.record(
+            draft_pass.nodes, draft_pass.tokens, draft_pass.seconds, draft_pass.drafting_seconds
+        )
         self.disabled = self.policy.plain_seconds < self._min_pass_seconds
 
     def disable(self) -> None:

@@ -1,7 +1,7 @@
 """Sizes drafts for the most expected tokens per second of all texts, by the time of recent passes.
 
-A node is added while its expected tokens outweigh the time that it takes. The drafter is asked while they
-would outweigh the time of asking, too. `BackOff` decides whether to draft at all.
+A node is added while its expected tokens outweigh its time. The drafter is asked while they outweigh the time
+of asking, too. `BackOff` decides whether to draft at all.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ CALIBRATION_PRIOR = 8.0
 
 
 class TreePolicy:
-    """Decides the drafts of one model's passes with one number of texts, whichever texts they are.
+    """Decides the drafts of one model's passes over one number of texts.
 
-    The drafts of a pass count as one. A node is as good for one text as for another: it is added where it is
-    likeliest, as long as that gives all of them together more tokens per second.
+    The drafts of a pass count as one: the likeliest node of any text is added, as long as that gives all
+    texts together more tokens per second.
     """
 
     def __init__(self, max_nodes: int, texts: int = 1) -> None:
@@ -109,7 +109,7 @@ class TreePolicy:
 
     @property
     def decision(self) -> str:
-        """A text for people that tells whether drafts are made, and why."""
+        """A sentence that tells whether drafts are made, and why."""
         plain = self._pass_time.plain_seconds
         if not self._drafts:
             return "no drafts: no draft token was likely enough" if plain else "no drafts: no pass was timed"
@@ -181,10 +181,10 @@ class TreePolicy:
         self._drafting_seconds += seconds
         return True
 
-    def grown(self, seconds: float, asked: int) -> None:
-        """Record that growing the prepared draft took `seconds`, with the drafter asked `asked` times."""
-        if asked:
-            self._propose_seconds += EMA_WEIGHT * (seconds / asked - self._propose_seconds)
+    def grown(self, seconds: float, times_asked: int) -> None:
+        """Record that growing the draft took `seconds`, with the drafter asked `times_asked` times."""
+        if times_asked:
+            self._propose_seconds += EMA_WEIGHT * (seconds / times_asked - self._propose_seconds)
 
     def computed(self, seconds: float, passes: int) -> None:
         """Record that the drafter ran `passes` forward passes for the draft, in `seconds`."""

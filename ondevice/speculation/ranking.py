@@ -1,8 +1,8 @@
 """Chooses draft tokens by a drafter's logits: the tokens that the target is likely to draw.
 
-Greedy decoding takes the likeliest token, so candidates are ranked by probability. Sampling adds noise, which
+Greedy decoding takes the likeliest token, so candidates are ranked by probability. Sampling adds noise that
 is keyed by position and so known ahead. A drafter that adds the same noise proposes the token that the target
-draws as often as their logits agree, however random the draw (Gumbel-max coupling).
+draws wherever their logits agree (Gumbel-max coupling).
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ class Ranking:
     """One drafter's candidates, and the acceptance rate of each rank and lead."""
 
     def __init__(self, max_candidates: int = MAX_CANDIDATES, tokens: TokenIds | None = None) -> None:
-        """tokens: ascending ids of the tokens that logits are of; None: of the whole vocabulary.
-
-        Chances are then those among these tokens. Others are never candidates.
-        """
+        """tokens: ascending ids of the logits' tokens, the only candidates; None: the whole vocabulary."""
         self._max_candidates = max_candidates
         self._tokens = tokens
         self._sampling = SamplingConfig()
@@ -56,11 +53,9 @@ class Ranking:
     def rank(self, logits: Float32, position: int, history: Sequence[int] = ()) -> list[tuple[int, float]]:
         """Candidates for the token at `position` of the text, likeliest first, with their chances.
 
-        In greedy decoding, chances are the drafter's own probabilities; in sampling, they are measured
-        acceptance rates.
+        Chances are the drafter's probabilities in greedy decoding, and measured acceptance rates in sampling.
 
-        logits: (V,) the drafter's, or (n,) those of its tokens, for that place. history: the ids before it,
-            for penalties.
+        logits: (V,) the drafter's, or (n,) of `tokens`. history: the ids before `position`, for penalties.
         """
         ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
@@ -116,9 +111,9 @@ def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:
     Returns their indices, the values themselves, and the logarithm of the sum of exp(value) over all of V.
     """
     ids = np.empty(min(count, values.size), dtype=np.int32)
-    found = np.empty(ids.size, dtype=np.float32)
-    total = _native.largest(values, ids, found)
-    return ids.astype(np.int64), found, float(found[0]) + math.log(total)
+    top = np.empty(ids.size, dtype=np.float32)
+    total = _native.largest(values, ids, top)
+    return ids.astype(np.int64), top, float(top[0]) + math.log(total)
 
 
 def _lead_bin(scores: Float32) -> int:

@@ -40,8 +40,8 @@ Needs = Literal["nothing", "streams", "ngrams", "draft model", "eagle", "mtp"]
 class Target:
     """The model that drafts are for.
 
-    max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
-    no draft's pass has streams. is_partial: whether every token needs all neurons, some of them from flash.
+    max_rows: most rows of a pass with streams that all have the bits of rows alone; 0: passes with drafts
+    have no streams. is_partial: whether every token needs all neurons, some of them from flash.
     """
 
     config: ModelConfig
@@ -57,21 +57,19 @@ class Target:
 class DrafterKind:
     """An entry of DRAFTERS.
 
-    nbytes: most bytes that the drafter takes, given (config, context, nodes). beside: most bytes of one for
-    another text beside its own (`Drafter.beside`), given the same; 0 where there is none.
+    nbytes: most bytes of the drafter, given (config, context, nodes). spawned_nbytes: most bytes of each one
+    that it spawns (`Drafter.spawn`), given the same; 0 where it can't.
     """
 
     needs: Needs
     nbytes: Callable[[ModelConfig, int, int], int]
-    beside: Callable[[ModelConfig, int, int], int]
+    spawned_nbytes: Callable[[ModelConfig, int, int], int]
     make: Callable[[Target], Drafter]
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of the text, all streams' logits twice, and hidden states.
-
-    These are the nodes, their streams' initial states, and the streams that ran in the pass.
-    """
+    """Bytes of the text, of all streams' logits twice, and of hidden states: nodes, their streams' initial
+    states, and streams that ran in the pass."""
     rows = (nodes * (1 + MAX_STREAMS) + STREAM_ROWS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
@@ -86,12 +84,12 @@ def _resident_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> in
 
 
 def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of logits of each node and of tables of shared tokens, or of what finds these before."""
+    """Bytes of each node's logits and the tables of shared tokens, or of the search for these tokens."""
     return max(4 * nodes + TABLE_BYTES, FINDING_BYTES) * config.vocab_size
 
 
 MIN_PASS_SECONDS = 0.001
-"""Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
+"""Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of them."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling", "resident")
 """Drafters that `auto` combines. It adds streams and n-grams of the model, and may add a draft layer."""
 
@@ -154,7 +152,7 @@ DRAFTERS: dict[str, DrafterKind] = {
             DRAFTERS[name].nbytes(config, context, nodes) for name in AUTOMATIC
         ),
         lambda config, context, nodes: sum(
-            DRAFTERS[name].beside(config, context, nodes) for name in AUTOMATIC
+            DRAFTERS[name].spawned_nbytes(config, context, nodes) for name in AUTOMATIC
         ),
         lambda target: _automatic(target),
     ),
@@ -162,19 +160,16 @@ DRAFTERS: dict[str, DrafterKind] = {
 
 
 def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int, texts: int = 1) -> int:
-    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's.
-
-    texts: for which it drafts at once.
-    """
+    """Most bytes that the drafter `name` takes for `texts` texts at once; 0 if `name` isn't a drafter's."""
     if name not in DRAFTERS:
         return 0
     kind = DRAFTERS[name]
-    beside = (texts - 1) * kind.beside(config, max_context, max_nodes)
-    return kind.nbytes(config, max_context, max_nodes) + beside
+    more = (texts - 1) * kind.spawned_nbytes(config, max_context, max_nodes)
+    return kind.nbytes(config, max_context, max_nodes) + more
 
 
 def is_drafter(name: str) -> bool:
-    """Whether texts have drafts under `--speculation name`, settled."""
+    """Whether `name`, an option of `--speculation`, is a drafter."""
     return name in DRAFTERS
 
 
@@ -194,27 +189,24 @@ def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
 
 
 def used_draft_layer(name: str, eagle: DraftLayer | None, mtp: DraftLayer | None) -> DraftLayer | None:
-    """The draft layer with which the drafter `name` drafts, of those that a model has.
-
-    `auto` drafts with one, if it may: the EAGLE-3 head, which somebody added, before the checkpoint's own.
-    """
+    """The draft layer of the drafter `name`. `auto` prefers an EAGLE-3 head to the checkpoint's own."""
     return {"eagle": eagle, "mtp": mtp, "auto": eagle or mtp}.get(name)
 
 
 def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
-    """Memory of an open datastore for the drafter `name`: its index and its reader; 0 for one without."""
+    """Bytes of an open datastore's index and reader for the drafter `name`; 0 if it uses none."""
     if ngrams is None or not drafts_with_ngrams(name, ngrams):
         return 0
     return ngram_index_bytes(ngrams) + READER_BYTES
 
 
 def needs(name: str) -> Needs:
-    """The requirement of the drafter `name` in addition to the model."""
+    """What the drafter `name` requires in addition to the model."""
     return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
 
 
 def make_drafter(name: str, target: Target) -> Drafter | None:
-    """A new drafter for `target`; None for a name that is no drafter's, such as `off`."""
+    """A new drafter for `target`; None if `name` isn't a drafter's, such as `off`."""
     return DRAFTERS[name].make(target) if name in DRAFTERS else None
 
 

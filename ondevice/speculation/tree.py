@@ -15,7 +15,7 @@ from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 from ondevice.records import dataclass
 
 _ASK, _COMPUTE = -1, -2
-"""Ranks of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
+"""Ranks in `grow`'s queue of questions to the drafter. Ranks from 0 on are draft tokens."""
 DRAFT_NODES = AHEAD_TOKENS
 """Maximum nodes of a draft, its root included."""
 STREAM_ROWS = 16
@@ -53,11 +53,11 @@ class Draft:
     @cached_property
     def _likeliest(self) -> dict[int, int]:
         """The likeliest child of each node that has children."""
-        found: dict[int, int] = {}
+        likeliest: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
-            if parent not in found or self.chances[node] > self.chances[found[parent]]:
-                found[parent] = node
-        return found
+            if parent not in likeliest or self.chances[node] > self.chances[likeliest[parent]]:
+                likeliest[parent] = node
+        return likeliest
 
     def likely_path(self, node: int, max_nodes: int) -> list[int]:
         """`node` and the nodes after it that are likely to be accepted if it is."""
@@ -80,12 +80,16 @@ def plain(token: int) -> Draft:
 
 @dataclass(frozen=True)
 class Root:
-    """Where a draft begins.
+    """The root of a draft.
 
-    token: the text's last token, which is decided. propose: returns tokens that may follow it and the draft
-    tokens of a path; called for a path only once no likelier draft token is left, of any draft. max_nodes:
-    most nodes of its draft, itself included. max_depth: most draft tokens on a path. compute: like propose,
-    and slow; its likeliest token has the chance computed_chance, which counts where no proposed token comes.
+    Args:
+        token: the text's last token.
+        propose: returns tokens that may follow `token` and a path of draft tokens. Called for a path once no
+            draft has a likelier token left.
+        max_nodes: most nodes of the draft, root included.
+        max_depth: most draft tokens on a path.
+        compute: like propose, and slow.
+        computed_chance: chance of compute's likeliest token where no proposed token comes.
     """
 
     token: int
@@ -97,7 +101,7 @@ class Root:
 
 
 class _Growing:
-    """A draft that grows."""
+    """A growing draft."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -130,19 +134,18 @@ def grow(
     branches: bool = True,
     is_worth_computing: Callable[[int, float], bool] = lambda nodes, chance: True,
 ) -> list[Draft]:
-    """Grow the drafts of a pass, one from each root, by the likeliest nodes of all first.
+    """Grow the drafts of a pass, one from each root, likeliest nodes first.
+
+    Each `is_worth_...` takes the number of nodes of all drafts and a chance from 0 to 1.
 
     Args:
-        roots: where the drafts begin, each of another text.
-        is_worth_adding: takes the number of nodes of all drafts and a chance; returns whether there should be
-            another node that is reached with this chance. The first refused node ends all drafts.
-        max_nodes: most nodes of all drafts, their roots included.
-        is_worth_asking: takes the number of nodes of all drafts and a chance; returns whether to ask what
-            follows a node that is reached with this chance.
+        roots: of different texts.
+        is_worth_adding: whether to add a node that is reached with that chance. False ends all drafts.
+        max_nodes: most nodes of all drafts, roots included.
+        is_worth_asking: whether to ask what follows a node that is reached with that chance.
         branches: whether a node may have several children.
-        is_worth_computing: takes the number of nodes of all drafts and a chance; returns whether to compute
-            what follows a node, as the text is expected to reach a computed token with that much more chance
-            than a proposed one.
+        is_worth_computing: whether to compute what follows a node, which adds that chance to what proposals
+            gave.
     """
     growing = [_Growing(root) for root in roots]
     # Chance, negated, draft, parent, rank among its proposals, token. A node's own chance bounds its

@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20, "byte_pairs": 64 << 20}
-"""Largest file of each kind, as it is read whole. A library takes several times that once it is parsed."""
+"""Largest file of each kind, which is read at once. A library takes several times that to parse it."""
 _LIBRARIES = ("sentencepiece", "tokenizers")
-"""Kinds of tokenizers that a library reads, which has the kind's name."""
+"""Kinds of tokenizers that a library of the same name reads."""
 
 LIBRARY_BYTES = 2 << 20
-"""Memory that a library's first use touches of itself: 1.3 MB to read the smallest file, 0.6 MB to encode."""
+"""Memory that a library's first use takes: 1.3 MB to read the smallest file, 0.6 MB to encode."""
 
 
 def import_library(kind: str) -> None:
@@ -47,9 +47,9 @@ def import_library(kind: str) -> None:
 def loading_bytes(kind: str, parts: Iterable[bytes]) -> int:
     """Upper bound of the bytes that `load_tokenizer` takes for a file, the file included.
 
-    parts: the file's bytes. The bound counts marks that every item in memory must have in the file. Measured:
-    330 to 420 bytes per entry of a JSON vocabulary, 92 to 182 per merge, 110 per character of added tokens,
-    and 200 to 340 per piece of sentencepiece (a piece begins with a line feed, as its text does).
+    parts: the file's bytes. The bound counts characters of which every item in memory needs one: 330 to 420
+    bytes per entry of a JSON vocabulary, 92 to 182 per merge, 110 per character of added tokens, and 200 to
+    340 per piece of sentencepiece (its encoding begins with the byte of a line feed).
     """
     size = keys = commas = line_feeds = 0
     start = b""
@@ -102,7 +102,7 @@ def load_tokenizer(
 
 
 def _class_of(kind: str) -> type[BytePairTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer]:
-    """The class of a kind of tokenizer. It is imported when it is needed, with what it imports."""
+    """The class of a kind of tokenizer, imported only when it is needed."""
     if kind == "byte_pairs":
         from ondevice.tokenizer.byte_pairs import BytePairTokenizer
 

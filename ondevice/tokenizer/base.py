@@ -1,6 +1,6 @@
 """The tokenizer protocol, streaming decoding, and the base of both implementations.
 
-A token's contribution to a text is defined once, as bytes, so that streaming and whole decoding can't differ.
+A token's contribution to a text is defined once, as bytes, so streaming and decoding at once can't differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ondevice.errors import BundleError, LibraryErrors, UsageError
 from ondevice.tokenizer.cutting import Piece, Stopwatch, pieces
 
 LeadingSpace = Literal["keep", "one", "each"]
-"""Rule for the space that sentencepiece's encoder puts at the start of a text. Decoding drops it never
-(`keep`), from the first token only (`one`), or from every token until one adds text (`each`)."""
+"""When decoding drops the space that sentencepiece's encoder puts at the start of a text: never (`keep`),
+from the first token only (`one`), or from every token until one adds text (`each`)."""
 
 SPACE_MARK = "▁"
 """Stands for a space in sentencepiece's vocabularies."""
@@ -38,7 +38,7 @@ _NO_LIMIT = 1 << 31
 
 
 class Spelling(Protocol):
-    """The text that each token adds, in bytes."""
+    """What a decoder needs: the bytes that each token adds to a text."""
 
     @property
     def leading_space(self) -> LeadingSpace:
@@ -84,10 +84,10 @@ class Tokenizer(Spelling, Protocol):
         add_bos: whether `bos_id` comes first; None: as the property `add_bos` says. A text that begins with
             its name gets no second one, where special tokens are read.
         special: whether special tokens' names in the text become those tokens.
-        at_start: whether the text begins one. Pass False for a text behind other tokens, which then gets no
-            space at its start, unless the tokenizer puts one before every word.
-        most: number of ids that the caller can use. If the text has more, only a few more are returned, and
-            the rest isn't encoded.
+        at_start: False for a text that follows other tokens; it then gets no space at its start, unless the
+            tokenizer puts one before every word.
+        most: number of ids that the caller can use. Of a longer text, a few more ids are returned and the
+            rest isn't encoded.
         """
 
     def encode_parts(
@@ -107,19 +107,19 @@ class Tokenizer(Spelling, Protocol):
         at_start: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """`encode` of the text in `parts`, of which no more are read than needed."""
+        """`encode` of the text in `parts`; no more parts are read than needed."""
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
         """Text of `ids`, without special tokens and with invalid UTF-8 replaced by U+FFFD.
 
-        at_start: whether the ids begin a text. Pass False for ids that continue one, to keep a leading space.
+        at_start: False for ids that continue a text, to keep a leading space.
         """
 
     def piece(self, token: int) -> str:
-        """The token's name in the vocabulary, also of special tokens; empty if the token has none."""
+        """The token's name in the vocabulary, special or not; empty if it has none."""
 
     def token_id(self, name: str) -> int | None:
-        """Id of the token with this name in the vocabulary, special or not; None if there is none."""
+        """Id of the token with this name, special or not; None if there is none."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -127,7 +127,7 @@ class Tokenizer(Spelling, Protocol):
 
     @property
     def special_pattern(self) -> re.Pattern[str]:
-        """A pattern that finds special tokens' names in a text; of several at one place, the longest."""
+        """Matches special tokens' names in a text; at one place, the longest."""
 
 
 class StreamingDetokenizer:
@@ -159,7 +159,7 @@ class StreamingDetokenizer:
 
 
 class Vocabulary(ABC):
-    """Base of both kinds of tokenizer: ids at the ends of a text, limits, decoding."""
+    """Base of every tokenizer: ids at the ends of a text, limits, decoding."""
 
     leading_space: LeadingSpace
     special_tokens: Mapping[str, int]
@@ -214,10 +214,10 @@ class Vocabulary(ABC):
         if begins and self.bos_id is None:
             raise UsageError("this model has no token that begins a text; leave add_bos out")
         ids = [self.bos_id] if begins and self.bos_id is not None else []
-        for found in self.encode_parts(parts, special=special, at_start=at_start):
-            if special and len(ids) == begins and found[:1] == [self.bos_id]:
+        for piece_ids in self.encode_parts(parts, special=special, at_start=at_start):
+            if special and len(ids) == begins and piece_ids[:1] == [self.bos_id]:
                 ids.clear()
-            ids += found
+            ids += piece_ids
             if most is not None and len(ids) > most:
                 break
         return ids
@@ -288,6 +288,7 @@ class Vocabulary(ABC):
 
 
 def byte_of(piece: str) -> bytes:
+    """The byte of a piece named like `<0x0A>`; empty for any other piece."""
     match = _BYTE_PIECE.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else b""
 

@@ -1,12 +1,14 @@
 """`tokenizer.bin`: byte-level BPE as a table that native code reads where it lies in memory.
 
-`convert` makes it of a `tokenizer.json` whose rules the native code has. It encodes and decodes as the
-`tokenizers` library does, and takes a tenth of its memory.
+`convert` writes it for a `tokenizer.json` whose rules the native code has. It encodes and decodes as the
+`tokenizers` library does, in a tenth of the memory.
 """
 
 from __future__ import annotations
 
+import re
 import struct
+import unicodedata
 
 from ondevice.errors import BundleError
 from ondevice.kernels import _native
@@ -18,22 +20,39 @@ from ondevice.tokenizer.base import (
     library_errors,
     valid_unicode,
 )
-from ondevice.tokenizer.composing import composed
 from ondevice.tokenizer.cutting import MAX_FORM_CHARS, MAX_PIECE_CHARS, Piece
 
 HEADER = struct.Struct("<8s9I")
 """Magic, version, splitting, flags, tokens, merged tokens, merges, added tokens, bytes of the added tokens'
 texts, bytes of all texts."""
 MAGIC = b"bytepair"
-COMPOSES, WHOLE_TOKENS = 1, 2
+COMPOSES, IGNORES_MERGES = 1, 2
 """Flags of a table."""
 SPECIAL, COMPOSED = 1, 2
 """Flags of an added token."""
 NO_TOKEN = (1 << 32) - 1
-"""Stands for a byte that has no token, and so is left out."""
+"""Stands for a byte without a token; it is left out."""
 MAX_TOKENS = 1 << 22
 MAX_TOKEN_BYTES = 4096
 _FILE = "tokenizer.bin"
+# Made by tests/tokenizer/unicode_tables.py. To the library these are ordinary characters: nothing moves past
+# them, and they are composed with nothing.
+_LATER = re.compile(
+    "(["
+    "\u05c8-\u05c9\u07fd\u0897-\u089f\u08ca-\u08d3\u09fe\u0c3c\u0d3b-\u0d3c\u0eba\u1715"
+    "\u1abf-\u1af0\u1df6-\u1dfa\ua82c\U000105c9\U000105d2\U000105da\U000105e4\U00010d24-\U00010d27"
+    "\U00010d69-\U00010d6d\U00010eab-\U00010eac\U00010ecb-\U00010ecf\U00010ef0-\U00010efb"
+    "\U00010efd-\U00010eff\U00010f46-\U00010f50\U00010f82-\U00010f85\U00011070\U0001133b"
+    "\U00011382-\U00011385\U0001138b\U0001138e\U00011390-\U00011391\U000113c2\U000113c5"
+    "\U000113c7-\U000113c8\U000113ce-\U000113d0\U0001145e\U00011839-\U0001183a\U00011935\U00011938"
+    "\U0001193d-\U0001193e\U00011943\U000119e0\U00011a34\U00011a47\U00011a99\U00011d42"
+    "\U00011d44-\U00011d45\U00011d97\U00011f41-\U00011f42\U0001611e\U00016121-\U00016129\U0001612f"
+    "\U00016d63\U00016d67-\U00016d6a\U00016ff0-\U00016ff1\U0001d127-\U0001d128\U0001d250-\U0001d252"
+    "\U0001d25b-\U0001d25c\U0001d25f\U0001d280-\U0001d281\U0001e08f\U0001e130-\U0001e136\U0001e2ae"
+    "\U0001e2ec-\U0001e2ef\U0001e4ec-\U0001e4ef\U0001e5ee-\U0001e5ef\U0001e6e3\U0001e6e6"
+    "\U0001e6ee-\U0001e6ef\U0001e6f5"
+    "])"
+)
 
 
 class BytePairTokenizer(Vocabulary):
@@ -91,12 +110,23 @@ class BytePairTokenizer(Vocabulary):
 
 
 def table_bytes(start: bytes) -> int:
-    """Upper bound of the bytes that reading a table takes, the file aside. start: the file's first bytes.
+    """Upper bound of the bytes that reading a table takes in addition to its file.
 
-    A pattern that finds special tokens' names takes 100 times their length, and each name 250 bytes.
+    start: the file's first bytes. The pattern of special tokens' names takes 100 times their length, and each
+    name 250 bytes.
     """
     if len(start) < HEADER.size:
         raise BundleError(f"{_FILE} can't be used: it has {len(start)} bytes and ends in its header")
     *_, added, length, _ = (int(number) for number in HEADER.unpack_from(start)[1:])
     most = 4 * MAX_SPECIAL_CHARS
     return 110 * min(length, most) + 250 * min(added, most) + (1 << 18)
+
+
+def composed(text: str) -> str:
+    """`text` in Unicode's form C as the `tokenizers` library makes it, whatever Unicode version Python has.
+
+    Characters newer than Unicode 9 keep their places.
+    """
+    if text.isascii() or unicodedata.is_normalized("NFC", text):
+        return text
+    return "".join(unicodedata.normalize("NFC", part) for part in _LATER.split(text))

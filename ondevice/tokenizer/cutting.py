@@ -1,8 +1,8 @@
-"""Cuts a text into pieces that are encoded one by one: neither memory nor time per piece grows with the text.
+"""Cuts a text into pieces that are encoded one by one, so that memory and time per piece are bounded.
 
 The cuts depend only on the text. A piece ends before white space that follows a letter, if possible: no
 tokenizer that splits words has a token across that place. Else it ends before punctuation that follows a
-letter, else where it is full. Texts of up to `MAX_PIECE_CHARS` characters stay whole.
+letter, else where it is full. Texts of up to `MAX_PIECE_CHARS` characters aren't cut.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MAX_FORM_CHARS = 6144
 _APOSTROPHES = "'\u2019"
 MAX_SECONDS = 10.0
 MAX_SECONDS_PER_CHAR = 50e-6
-"""Time limit, beside `MAX_SECONDS` per text. Ordinary tokenizers take a fiftieth of it; the costliest file
-that is accepted takes at most 3 seconds per piece."""
+"""Added to `MAX_SECONDS` for each character of a text. Ordinary tokenizers take a fiftieth of the limit; the
+costliest file that is accepted takes at most 3 seconds per piece."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def pieces(
     """Yields a text in pieces of at most `limit` characters.
 
     Args:
-        parts: the text, in any parts.
+        parts: the text, cut anywhere.
         limit: most characters of a piece.
         unbroken: matches of this pattern aren't cut.
-        fits: whether a piece is short enough; if not, it is cut again near half its length.
-        is_space: whether a character is white space with which a piece may begin.
+        fits: tells whether a piece is short enough; if not, it is cut again near half its length.
+        is_space: tells whether a piece may begin with a character, as white space.
     """
 
     def next_end(most: int) -> int:
@@ -79,7 +79,7 @@ def pieces(
 def _cut(
     text: str, start: int, limit: int, unbroken: re.Pattern[str] | None, is_space: Callable[[str], bool]
 ) -> int:
-    """The end of the piece that begins at `start`: a place for a cut in its second half, if there is one."""
+    """The end of the piece that begins at `start`: in the second half of `limit`, where possible."""
     least, most = start + max(1, limit // 2), start + limit
     for follows in (is_space, _is_punctuation):
         for end in range(most, least, -1):
@@ -93,7 +93,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) -> int:
-    """`end`; or, if `end` lies inside a match of `unbroken`, the start of that match."""
+    """`end`, or the start of the match of `unbroken` that `end` would cut."""
     if unbroken is not None:
         for match in unbroken.finditer(text, start, end + MAX_PIECE_CHARS):
             if match.start() >= end:
@@ -104,7 +104,7 @@ def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) 
 
 
 class Stopwatch:
-    """Times the encoding of a text, and limits it by the text's length."""
+    """Limits the time that encoding a text takes, by the text's length."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -112,7 +112,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, chars: int) -> Iterator[None]:
-        """Times the encoding of `chars` characters. Raises BundleError after it if the text took too long."""
+        """Times the encoding of `chars` characters. Raises BundleError after it if that took too long."""
         started = time.monotonic()
         yield
         self._seconds += time.monotonic() - started

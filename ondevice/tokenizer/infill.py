@@ -1,8 +1,4 @@
-"""Fill-in-the-middle: the tokens by which code models mark a prefix, a suffix and the middle between them.
-
-A tokenizer has them by name. How a prompt is made of them, and what ends a middle, is here; what asks for one
-is elsewhere.
-"""
+"""Fill-in-the-middle: the tokens by which code models mark a prefix, a suffix and the middle between them."""
 
 from __future__ import annotations
 
@@ -14,15 +10,15 @@ from ondevice.records import dataclass
 from ondevice.tokenizer.base import Tokenizer
 
 REPOSITORY, CURRENT_FILE = "myproject", "filename"
-"""Names that stand for those of the repository and of the file with the gap, which no request tells."""
+"""Stand-ins for the names of the repository and of the file with the gap, which no request has."""
 
 
 @dataclass(frozen=True)
 class _Names:
-    """One family's names of the marks.
+    """The marks of one family of models, by name.
 
-    middle: empty where the prefix comes last and the middle follows it. repository, file: alternatives, of
-    which a model may have one. ends: names of other tokens that end a middle.
+    middle: empty where the prefix comes last and the middle follows it. repository, file: alternatives; a
+    model has one of them or none. ends: other tokens that end a middle.
     """
 
     prefix: str
@@ -39,7 +35,7 @@ class _Names:
 
 
 _FAMILIES = (
-    # Qwen Coder, and CodeGemma with a mark of files of its own.
+    # Qwen Coder, and CodeGemma, which has another mark of files.
     _Names(
         "<|fim_prefix|>",
         "<|fim_suffix|>",
@@ -79,7 +75,7 @@ _FAMILIES = (
 
 
 def has_known_marks(names: Container[str]) -> bool:
-    """Whether the names of a vocabulary's tokens have all marks of a family that is known."""
+    """Whether the names of a vocabulary's tokens include all marks of a known family."""
     return any(all(name in names for name in family.marks) for family in _FAMILIES)
 
 
@@ -91,7 +87,7 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """Another file, which a middle may depend on."""
+    """Another file of the repository, for context."""
 
     name: str
     text: str
@@ -110,11 +106,11 @@ class InfillTokens:
     repository: int | None
     file: int | None
     ends: tuple[int, ...]
-    """Ids that end a middle: the marks themselves among them, as nothing of the middle stands behind one."""
+    """Ids that end a middle, the marks included."""
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> InfillTokens:
-        """The marks of a tokenizer. Raises InfillNotSupportedError, which names what it lacks."""
+        """The marks of a tokenizer. Raises InfillNotSupportedError, which names the missing ones."""
 
         def first_of(names: Sequence[str]) -> int | None:
             return next((token for token in map(tokenizer.token_id, names) if token is not None), None)
@@ -143,13 +139,13 @@ class InfillTokens:
         most: int | None = None,
         reserved: int = 0,
     ) -> list[int]:
-        """Token ids behind which a model writes what belongs between `prefix` and `suffix`.
+        """Ids of the prompt after which a model writes what belongs between `prefix` and `suffix`.
 
-        files: other files, the most important one last. The first ones are left out where they don't fit.
+        Special tokens' names in any text stay plain text.
+
+        files: other files, the most important one last. The first ones are left out if they don't fit.
         most: number of ids that the caller can use, as of `encode`; the prefix and the suffix may be more.
-        reserved: how many of these other files leave for the middle.
-
-        All of it is plain text: special tokens' names in code stay code.
+        reserved: how many of `most` the other files leave for the middle.
         """
 
         def encode(text: str, *, at_start: bool = True) -> list[int]:
@@ -162,7 +158,7 @@ class InfillTokens:
         return [*begun, *self._context(encode, files, room), *gap]
 
     def _context(self, encode: _Encoder, files: Sequence[SourceFile], room: int | None) -> list[int]:
-        """Ids of the other files that fit `room`, and of what introduces the file with the gap."""
+        """Ids of the other files that fit in `room`, and of the mark and name of the file with the gap."""
         if not files:
             return []
         head = [] if self.repository is None else [self.repository, *encode(f"{REPOSITORY}\n")]
@@ -175,7 +171,7 @@ class InfillTokens:
         return [*head, *context, *tail] if context else []
 
     def _texts(self, encode: _Encoder, files: Iterator[SourceFile]) -> Iterator[list[int]]:
-        """Ids of each file, with its name where the model has a mark for that."""
+        """Yields the ids of each file, with its name if the model has a mark for files."""
         for file in files:
             if self.file is None:
                 yield encode(f"{file.text}\n\n")
@@ -184,7 +180,7 @@ class InfillTokens:
 
 
 def _lacking(tokenizer: Tokenizer) -> list[str]:
-    """Names of the marks that a tokenizer lacks, of the family of which it has most."""
+    """Names of the marks that a tokenizer lacks, for the family of which it has most marks."""
 
     def lacking(names: _Names) -> list[str]:
         return [name for name in names.marks if tokenizer.token_id(name) is None]

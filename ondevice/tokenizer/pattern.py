@@ -1,12 +1,12 @@
 """Bounds the cost of a regular expression in a tokenizer's file, before a backtracking matcher compiles it.
 
-`tokenizers` matches with Oniguruma, which tries one way after another. So at every place of a text a pattern
-may take time that is quadratic, cubic or exponential in the text. Here a pattern becomes a position automaton
+`tokenizers` matches with Oniguruma, which tries one way after another: at every place of a text a pattern may
+take time that is quadratic, cubic or exponential in the text. Here a pattern becomes a position automaton
 (Glushkov's construction): one position for every character class, and an edge where one may follow another.
-Once a match reaches a position after which nothing more is needed, it succeeds, and no way before that is
-tried again. So only the positions before that one count. Without loops among them, a bounded number of ways
-is tried at each place of the text. With one loop on a way, whose next step is always unambiguous, the number
-is proportional to the text. Anything more is refused, even if no text could cause it.
+A match succeeds at the first position after which nothing more is needed, and no earlier way is tried again.
+So only the positions before it count. Without loops among them, a bounded number of ways is tried at each
+place. With one loop on a way, whose next step is unambiguous, the number is proportional to the text. Any
+other pattern is refused, even if no text could make it slow.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class _Automaton:
                 self.conditions.add(len(self.costs))
                 return self._position(Cost(1) + body)
             case "sequence":
-                whole = _Fragment(True, [], [])
+                fragment = _Fragment(True, [], [])
                 for part in node.parts:
-                    whole = self._joined(whole, self.build(part))
-                return whole
+                    fragment = self._joined(fragment, self.build(part))
+                return fragment
             case "choice":
                 ways = [self.build(part) for part in node.parts]
                 return _Fragment(
@@ -133,16 +133,16 @@ class _Automaton:
 
 
 def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
-    """The cost of matching `node` at one place.
+    """The cost of matching `node` at one place of a text.
 
-    ahead: whether it is a look-around, which consumes no text, so that other places look at the same again.
+    ahead: whether it is a look-around. It consumes no text, so other places match the same text again.
     """
     automaton = _Automaton(source)
-    whole = automaton.build(node)
+    fragment = automaton.build(node)
     # A condition may fail even at the end, so it completes no match.
-    final = frozenset(whole.last) - automaton.conditions
+    final = frozenset(fragment.last) - automaton.conditions
     ways = _Ways(automaton, final)
-    begun = ways.following(Counter(whole.first))
+    begun = ways.following(Counter(fragment.first))
     # After a position that completes a match, more is tried: once for every character that it consumes.
     ended = [ways.following(automaton.edges[position]) for position in final]
     going_on = Cost(
@@ -159,7 +159,7 @@ def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
 
 
 class _Ways:
-    """The cost of the ways that are tried from a position until each fails or completes a match."""
+    """The cost of all ways on from a position, until each fails or completes a match."""
 
     def __init__(self, automaton: _Automaton, final: frozenset[int]) -> None:
         self._automaton = automaton
@@ -168,7 +168,7 @@ class _Ways:
         self._known: dict[int, Cost] = {}
 
     def following(self, targets: Counter[int]) -> Cost:
-        """The cost of trying `targets` next; a position that completes a match ends its way."""
+        """The cost of going on to `targets`, each as often as it is counted."""
         pending = [t for t in targets if t not in self._final]
         while pending:
             position = pending[-1]
@@ -179,12 +179,12 @@ class _Ways:
             if missing:
                 pending += missing
                 continue
-            self._settle(position)
+            self._measure(position)
             pending.pop()
         return self._sum(targets)
 
     def _members(self, position: int) -> frozenset[int]:
-        """The positions of the loop that contains `position`; itself alone if none does."""
+        """The positions of the loop that contains `position`; `position` alone if none does."""
         return self._loop_of.get(position, frozenset({position}))
 
     def _exits(self, position: int) -> list[int]:
@@ -203,7 +203,7 @@ class _Ways:
             total += Cost(count * cost.fixed, count * cost.linear)
         return total
 
-    def _settle(self, position: int) -> None:
+    def _measure(self, position: int) -> None:
         members = self._members(position)
         once = Cost()
         for member in members:
@@ -224,14 +224,14 @@ class _Ways:
 
 
 def _loops(automaton: _Automaton, final: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The loop (strongly connected positions) of each position in one, among those not in `final`.
+    """The loop (set of strongly connected positions) of every position in one, without those in `final`.
 
     Tarjan's algorithm, iterative.
     """
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
-    found: dict[int, frozenset[int]] = {}
+    loops: dict[int, frozenset[int]] = {}
     on_stack: set[int] = set()
 
     def inner(position: int) -> list[int]:
@@ -260,7 +260,7 @@ def _loops(automaton: _Automaton, final: frozenset[int]) -> dict[int, frozenset[
                         if member == position:
                             break
                     if len(members) > 1 or position in automaton.edges[position]:
-                        found |= dict.fromkeys(members, frozenset(members))
+                        loops |= dict.fromkeys(members, frozenset(members))
             elif target not in order:
                 order[target] = low[target] = len(order)
                 stack.append(target)
@@ -268,4 +268,4 @@ def _loops(automaton: _Automaton, final: frozenset[int]) -> dict[int, frozenset[
                 work.append((target, iter(inner(target))))
             elif target in on_stack:
                 low[position] = min(low[position], order[target])
-    return found
+    return loops

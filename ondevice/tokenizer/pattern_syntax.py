@@ -1,6 +1,6 @@
-"""Parses a tokenizer's regular expressions to a tree: Oniguruma's syntax, as far as tokenizers use it.
+"""Parses a tokenizer's regular expressions to a tree: the part of Oniguruma's syntax that tokenizers use.
 
-The contents of a character class don't affect the cost of a pattern (`pattern.py`), so they are skipped.
+The contents of a character class are skipped, as they don't affect the cost of a pattern (`pattern.py`).
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class _Parser:
         return character
 
     def _accept(self, text: str) -> bool:
-        found = self._source.startswith(text, self._at)
-        self._at += len(text) * found
-        return found
+        matches = self._source.startswith(text, self._at)
+        self._at += len(text) * matches
+        return matches
 
     def _choice(self) -> Node:
         self._depth += 1
@@ -119,10 +119,10 @@ class _Parser:
         return node
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        """Bounds of the repetition here, or None. Lazy and possessive forms try no more ways than greedy."""
+        """Bounds of the repetition here, or None. Lazy and possessive forms cost no more than greedy ones."""
         for mark, bounds in (("?", (0, 1)), ("*", (0, _UNBOUNDED)), ("+", (1, _UNBOUNDED))):
             if self._accept(mark):
-                # `a+?` is lazy, `a++` possessive; after braces these marks are repetitions of their own.
+                # `a+?` is lazy, `a++` possessive; after braces these marks are further repetitions.
                 if self._peek() in ("?", "+"):
                     self._at += 1
                 return bounds

@@ -1,7 +1,6 @@
-"""Reads and vets the text normalisation settings of a `tokenizer.model`, before its library sees the file.
+"""Reads and vets the settings of text normalisation in a `tokenizer.model` before its library sees the file.
 
-The file is a protocol buffer (sentencepiece_model.proto). Only the fields that decide how a text is changed
-before it is split are read here; the library reads the vocabulary.
+The file is a protocol buffer (sentencepiece_model.proto). The library reads the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class SentencePieceFile:
     """A vetted `tokenizer.model`."""
 
     data: bytes
-    """The model for the library, changed so that it doesn't add `prefix` itself."""
+    """The model for the library, changed so that the library doesn't add `prefix`."""
     prefix: str
-    """Text that the encoder must put before a text."""
+    """What the encoder must put before a text."""
     leading_space: LeadingSpace
     piece_chars: int
     """Most characters that may be encoded at once."""
@@ -41,16 +40,16 @@ class SentencePieceFile:
 def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
     """Vet the bytes of a `tokenizer.model`. Raises BundleError if they are damaged or hostile.
 
-    Many models put a space before a text, but all pieces of a text after the first must be encoded without
-    it. So the model is changed not to add the space, and the encoder adds it. A model that strips spaces at
-    both ends and adds one stays unchanged: its pieces begin with a space where the text has one.
+    Many models put a space before a text, but only the first piece of a text may get it. So the model is
+    changed not to add the space, and the encoder adds it. A model that strips spaces at both ends and adds
+    one stays unchanged: its pieces begin with a space where the text has one.
     """
     flags = {_ADD_DUMMY_PREFIX: 1, _REMOVE_EXTRA_SPACES: 1, _ESCAPE_SPACES: 1}
     suffix, growth = 0, 1
     kept, start = [], 0
     for field, begin, at, end in _fields(data, 0, len(data)):
         if field == _SELF_TEST:
-            # Left out: texts that the library would encode while it loads.
+            # The library would encode the texts of a self-test while it loads.
             kept.append(data[start:begin])
             start = end
         elif field == _NORMALIZER:
@@ -81,7 +80,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int
     """Yields (number, start, start of the value, end) of each field of the message in data[at:end]."""
     while at < end:
         begin = at
-        # A fast path: nearly all fields are pieces of fewer than 128 bytes, 100,000s of them.
+        # A fast path: nearly all fields are pieces of fewer than 128 bytes, and there are 100,000s.
         if data[at] == (_PIECE << 3 | _BYTES) and at + 1 < end and data[at + 1] < 0x80:
             at += 2 + data[at + 1]
             if at > end:
@@ -126,7 +125,7 @@ def _damaged(at: int) -> BundleError:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Bytes of the longest replacement of a character. In the map, 0-terminated texts follow a trie."""
+    """Bytes of the longest replacement of a character. A map is a trie, then 0-terminated texts."""
     trie = int.from_bytes(charsmap[:4], "little")
     texts = charsmap[4 + trie :]
     if charsmap and (len(charsmap) < 4 or not texts.endswith(b"\0")):

@@ -1,4 +1,4 @@
-"""`tokenizer.model`: sentencepiece's own file, read by sentencepiece's own library."""
+"""`tokenizer.model`: sentencepiece's file, read by its library."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ class SentencePieceTokenizer(Vocabulary):
 
         super().__init__(bos_id, eos_ids, add_bos)
         file = read_sentencepiece_file(data)
-        self._prefix, self._piece_chars, self.leading_space = (
-            file.prefix,
-            file.piece_chars,
-            file.leading_space,
-        )
+        self._prefix, self._piece_chars = file.prefix, file.piece_chars
+        self.leading_space = file.leading_space
         self._library = library = sentencepiece.SentencePieceProcessor()
         with library_errors("tokenizer.model"):
             library.LoadFromSerializedProto(file.data)
@@ -47,7 +44,7 @@ class SentencePieceTokenizer(Vocabulary):
             self._filling = frozenset(i for i, kinds in enumerate(fills) if any(kinds))
             control = {i for i, steers in enumerate(library.is_control(ids)) if steers}
             marks = [i for i in ids if _MARKUP_PIECE.fullmatch(self._pieces[i]) and i not in control]
-            # The library doesn't tell which pieces are user-defined: of these, those with score 0.
+            # The library doesn't tell which pieces are user-defined; such a piece has score 0.
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
             self._silent = frozenset(control | user) | self._ends
         if any(len(piece) > MAX_TOKEN_CHARS for piece in self._pieces):
@@ -65,7 +62,7 @@ class SentencePieceTokenizer(Vocabulary):
         if token in self._silent or token in self._filling or not 0 <= token < self.vocab_size:
             return b""
         piece = self._pieces[token]
-        # A call of the library is slow, so only names that bytes can have are asked about.
+        # A call of the library is slow, so it is made only for names that bytes can have.
         if piece.startswith("<0x") and self._library.is_byte(token):
             return byte_of(piece)
         return piece.replace(SPACE_MARK, " ").encode()
@@ -80,7 +77,7 @@ class SentencePieceTokenizer(Vocabulary):
         return True
 
     def _is_space(self, character: str) -> bool:
-        # If the library strips spaces and puts one before every piece, the stripped one must be that space.
+        # A library that strips spaces and puts one before every piece must not strip other white space.
         return character == " " if self.leading_space == "each" else character.isspace()
 
     def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
@@ -93,7 +90,7 @@ class SentencePieceTokenizer(Vocabulary):
         return ids + self._encode_plain(text[start:], first)
 
     def _encode_plain(self, text: str, first: bool) -> list[int]:
-        """Ids of text without special tokens. first: whether it gets the prefix, as it continues no text."""
+        """Ids of text without special tokens. first: whether it begins a text, and so gets the prefix."""
         text = valid_unicode(text)
         if not text:
             return []
@@ -103,7 +100,7 @@ class SentencePieceTokenizer(Vocabulary):
             ids: list[int] = self._library.encode(text)
         if self._silent.isdisjoint(ids):
             return ids
-        # The library always turns user-defined names into their token, so these are spelt out as text.
+        # The library always turns user-defined names into their token, so they are spelt out as text.
         return [part for i in ids for part in (self._spell(self._pieces[i]) if i in self._silent else (i,))]
 
     def _spell(self, piece: str) -> Iterator[int]:

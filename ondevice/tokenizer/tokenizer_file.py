@@ -1,8 +1,8 @@
 """Parses and vets a `tokenizer.json` before the library that defined the format sees any of it.
 
 A tokenizer's file is a program: its normalizers and pre-tokenizers can multiply a text, its patterns can take
-for ever, its padding can ask for a terabyte. So only known components are accepted, with limits on their
-number and cost that ordinary tokenizers meet. Truncation, padding and the post-processor aren't passed on.
+for ever, its padding can need a terabyte. So only known components are accepted, with limits on their number
+and cost that ordinary tokenizers meet. Truncation, padding and the post-processor aren't passed on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PRE_TOKENIZERS = _ADD_TEXT | {
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is recognised in a text as it stands, in addition to the tokens from merging."""
+    """A token that is recognised by its name in a text, in addition to the tokens from merging."""
 
     id: int
     content: str
@@ -81,7 +81,7 @@ class TokenizerFile:
 
     @property
     def growth(self) -> int:
-        """Largest factor by which text is lengthened before patterns are matched, without Unicode's forms."""
+        """Largest factor by which text grows before patterns are matched, Unicode's forms aside."""
         growth = _replacement_growth(self.normalizers)
         kinds = [part["type"] for part in self.pre_tokenizers]
         spelt_before = "ByteLevel" in kinds[:-1]
@@ -308,14 +308,14 @@ def _cost(part: Component) -> Cost:
     pattern = _object(part.get("pattern"), "a pattern")
     if set(pattern) == {"String"}:
         text = _string(pattern["String"], "a pattern")
-        found = PatternCost(fixed=len(text), matches_empty=not text)
+        cost = PatternCost(fixed=len(text), matches_empty=not text)
     elif set(pattern) == {"Regex"}:
-        found = pattern_cost(_string(pattern["Regex"], "a pattern"))
+        cost = pattern_cost(_string(pattern["Regex"], "a pattern"))
     else:
         raise BundleError("tokenizer.json can't be used: a pattern is neither a String nor a Regex")
-    if found.matches_empty and part["type"] == "Replace":
+    if cost.matches_empty and part["type"] == "Replace":
         raise BundleError("the tokenizer replaces the empty text, which is everywhere in a text")
-    return found
+    return cost
 
 
 def _sequence(key: str, parts: list[Component]) -> Component | None:

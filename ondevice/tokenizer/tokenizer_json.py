@@ -1,4 +1,4 @@
-"""`tokenizer.json`: Hugging Face's file. Its vetted parts are used with their `tokenizers` library."""
+"""`tokenizer.json`: Hugging Face's file, whose vetted parts their `tokenizers` library uses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from ondevice.tokenizer.tokenizer_file import Component, TokenizerFile, read_tok
 class HuggingFaceTokenizer(Vocabulary):
     """The tokenizer of a `tokenizer.json`: byte-level BPE (GPT-2, Qwen, Llama 3) or that of Llama 2.
 
-    Llama 2's BPE is like sentencepiece's. The file's truncation, padding and dropout settings are ignored: a
-    prompt is encoded whole, and always the same way. Its post-processor is ignored too; `add_bos` decides how
-    a text begins.
+    Llama 2's BPE is like sentencepiece's. The file's truncation, padding, dropout and post-processor are
+    ignored: a text is encoded completely and always the same way, and `add_bos` decides how it begins.
     """
 
     def __init__(self, data: bytes, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
         super().__init__(bos_id, eos_ids, add_bos)
         file = read_tokenizer_file(data)
-        # Otherwise, an end of text that isn't marked special would be recognised in a user's text.
+        # An end of text that isn't marked special would otherwise be recognised in a user's text.
         special = {token.id for token in file.added if token.special} | self._ends
         self.leading_space, self._byte_level = file.leading_space, file.byte_level
         self._forms = file.forms

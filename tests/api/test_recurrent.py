@@ -400,7 +400,7 @@ def test_it_drafts_for_another_vocabulary(
 ) -> None:
     """However many tokens are shared."""
     always_draft(monkeypatch, [DRAFT_NODES])
-    monkeypatch.setattr(intersection, "LEAST_SHARED", least_shared)
+    monkeypatch.setattr(intersection, "MIN_SHARED", least_shared)
     with load(SHIPPED, speculation="off") as model:
         expected = texts_of(model)
     with load(SHIPPED, speculation="model", draft_model=hybrid) as model:

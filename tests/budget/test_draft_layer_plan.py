@@ -52,7 +52,7 @@ def test_weights_and_rows_take_what_is_planned(
     with running(bundle, "cpu") as transformer:
         gc.collect()
         before = process_memory().current_bytes
-        with FlashReader([opened.added_file(MTP_SIDECAR.tensors)], "buffered") as reader:
+        with FlashReader([opened.sidecar_file(MTP_SIDECAR.tensors)], "buffered") as reader:
             loaded = load_draft_layer(
                 opened, layer, reader, transformer.backend, transformer.weights, CONTEXT
             )

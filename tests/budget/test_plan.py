@@ -158,7 +158,7 @@ def test_what_drafts_need_is_held_first() -> None:
     stages = set()
     held = Held(0, 0)
     for budget in range(plan.least_budget_bytes, plan.full_bytes, 25 * MB):
-        more = plan.with_budget(budget).held_beside(plan.kv_cache_bytes)
+        more = plan.with_budget(budget).held_weights(plan.kv_cache_bytes)
         assert more >= held
         held = more
         if held.units < shape.draft_units:

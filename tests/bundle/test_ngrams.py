@@ -91,7 +91,7 @@ def open_store(folder: Path) -> Datastore:
     if "ngrams" in found.damaged:
         raise found.damaged["ngrams"]
     assert found.ngrams is not None
-    return Datastore(found.added_file(NGRAMS), found.ngrams, found.config.vocab_size, "auto")
+    return Datastore(found.sidecar_file(NGRAMS), found.ngrams, found.config.vocab_size, "auto")
 
 
 def test_counts_are_those_of_the_text(store: Datastore) -> None:

@@ -274,7 +274,7 @@ def test_two_folders_of_one_name(ondevice: Run, converted: Callable[[str], Path]
 def test_a_name_of_two_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Else the command that starts again would convert, find it done and start again for ever."""
     monkeypatch.setenv("_ONDEVICE_CONVERTED", f"a\nb\n{tmp_path}")
-    assert obtaining.obtained("a\nb", RuntimeConfig(), yes=False) == tmp_path
+    assert obtaining.ensure_bundle("a\nb", RuntimeConfig(), yes=False) == tmp_path
     assert "_ONDEVICE_CONVERTED" not in os.environ
 
 

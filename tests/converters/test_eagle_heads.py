@@ -75,7 +75,7 @@ def test_logits_are_those_of_plain_pytorch(
         output = transformer.run(ForwardBatch(TOKENS), kv)
         assert len(output.tapped) == len(set(taps))
         bundle = Bundle.open(folder)
-        with FlashReader([bundle.added_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
+        with FlashReader([bundle.sidecar_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
             loaded = load_draft_layer(bundle, layer, reader, transformer.backend, transformer.weights, 256)
         own = SequenceState(KVLayout(loaded.config, kv_bits))
         mixed = loaded.mixed(output.tapped)

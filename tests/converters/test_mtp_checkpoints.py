@@ -110,7 +110,7 @@ def check_logits(source: Path, model: Any, folder: Path, backend: BackendName) -
         transformer.taps = opened.mtp.taps
         tokens, own_backend = random_tokens(transformer.config, 40), transformer.backend
         output = transformer.run(ForwardBatch(tokens), SequenceState(KVLayout(transformer.config, bits)))
-        with FlashReader([opened.added_file(MTP_SIDECAR.tensors)], "buffered") as reader:
+        with FlashReader([opened.sidecar_file(MTP_SIDECAR.tensors)], "buffered") as reader:
             layer = load_draft_layer(opened, opened.mtp, reader, own_backend, transformer.weights, 256)
         mixed = layer.mixed(output.tapped)
         states = np.array(own_backend.to_numpy(mixed))

@@ -75,7 +75,7 @@ def test_logits_are_those_of_plain_pytorch(checkpoint: Path, bundle: Path, backe
         output = transformer.run(ForwardBatch(TOKENS, last_only=True), kv)
         assert output.hidden.shape[0] == 1
         (tapped,) = output.tapped
-        with FlashReader([opened.added_file(MTP_SIDECAR.tensors)], "buffered") as reader:
+        with FlashReader([opened.sidecar_file(MTP_SIDECAR.tensors)], "buffered") as reader:
             loaded = load_draft_layer(
                 opened, opened.mtp, reader, transformer.backend, transformer.weights, 256
             )

@@ -50,7 +50,7 @@ def tensors(bundle: Bundle) -> dict[str, bytes]:
     found = {}
     for name in bundle._spans:
         span = bundle.tensor_span(name)
-        file = bundle.file(RESIDENT) if span.file == RESIDENT else bundle.added_file(span.file)
+        file = bundle.file(RESIDENT) if span.file == RESIDENT else bundle.sidecar_file(span.file)
         with FlashReader([file], "buffered", 1) as reader:
             found[name] = TensorFile(bundle, reader, file, 0).read(span.offset, span.nbytes).tobytes()
     return found

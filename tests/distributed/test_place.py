@@ -32,12 +32,12 @@ def test_an_engine_reads_what_its_supervisor_told() -> None:
 
 
 def test_plans_and_the_meeting_count_what_runs_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_beside_bytes", 0)
+    monkeypatch.setattr(claims, "_other_process_bytes", 0)
     bundle = Bundle.open(ROOT / "weights" / "small-relu")
     runtime = RuntimeConfig(dram_budget="2GB", backend="cpu", threads=1)
     resolve(bundle, runtime)
     before, room = resolve(bundle, runtime).plan.process_bytes, usable_bytes()
-    claims.count_beside(500_000_000)
+    claims.count_other_processes(500_000_000)
     assert abs(resolve(bundle, runtime).plan.process_bytes - before - 500_000_000) < 50_000_000
     assert measured_resources(bundle, resolve(bundle, runtime).runtime, "").process_bytes > 500_000_000
     assert usable_bytes() > room + 400_000_000

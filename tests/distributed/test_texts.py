@@ -141,7 +141,7 @@ def test_every_sparsity_with_few_segments(
     always_draft(monkeypatch, [4])
     # Ranks are one process here, and each would count the others' memory.
     few = lambda plan, kv_bytes, tokens=None: Held(0, plan.segment.least + 1)  # noqa: E731
-    monkeypatch.setattr(Plan, "held_beside", few)
+    monkeypatch.setattr(Plan, "held_weights", few)
     with running_ranks(folder, cuts, sparsity=sparsity, speculation="lookup") as ranks:
         assert texts(ranks) == expected
         segments = ranks.engine._quota.segments

@@ -215,7 +215,7 @@ def test_files_too_small_to_measure(
     token_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = Bundle.open(token_bundle)
-    monkeypatch.setattr(throughput, "LEAST_RUNS", 1 << 20)
+    monkeypatch.setattr(throughput, "MIN_RUNS", 1 << 20)
     assert device_costs([bundle.neuron_file(0)], tmp_path / "flash.json") == UNMEASURED
     assert not (tmp_path / "flash.json").exists()
 

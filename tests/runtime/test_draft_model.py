@@ -31,10 +31,14 @@ from ondevice.model.sequence_state import common_prefix
 from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.drafted_text import PassOutcome
 from ondevice.speculation.drafters import intersection
-from ondevice.speculation.drafters.intersection import LEAST_SHARED, IntersectionDrafter, SharedTokens
+from ondevice.speculation.drafters.intersection import MIN_SHARED, IntersectionDrafter, SharedTokens
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.model import DraftContext
-from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
+from ondevice.speculation.drafters.other_vocabulary import (
+    OtherVocabularyDrafter,
+    _ends_character,
+    same_vocabulary,
+)
 from ondevice.speculation.drafting import DraftRequest
 from ondevice.speculation.tree import DRAFT_NODES, Draft
 from ondevice.tokenizer import Tokenizer
@@ -79,7 +83,7 @@ def test_a_second_model_leaves_every_token_as_it_is(
 ) -> None:
     second = {"another": draft, "itself": target}.get(drafts, SHIPPED)
     # However many tokens are shared.
-    monkeypatch.setattr(intersection, "LEAST_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
+    monkeypatch.setattr(intersection, "MIN_SHARED", 0.0 if drafts == "shared tokens" else 2.0)
     with (
         load(target, speculation="off") as plain,
         load(target, speculation="model", draft_model=second) as drafting,
@@ -313,7 +317,7 @@ def test_shared_tokens_are_drafted_as_they_are(target: Path) -> None:
     own: Any = Shifted()
     model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, kv=STATELESS, close=lambda: None)
     shared = SharedTokens.of(model)
-    assert LEAST_SHARED < shared.share < 1
+    assert MIN_SHARED < shared.share < 1
     for ours, others in shared.ids.tolist():
         assert theirs.token_bytes(ours) == own.token_bytes(others)
     assert missing not in shared.ids[:, 0]
@@ -349,7 +353,7 @@ def test_the_second_model_follows_the_text(target: Path) -> None:
     drafter.begin(text[:5], SamplingConfig())
     for place in range(5, len(text), 3):
         drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
-        if _whole(said[:place]):
+        if _ends_character(said[:place]):
             assert theirs.decode(drafter._tokens) == said[:place].decode()
         for token in text[place : place + 3]:
             drafter.observe(token, None)

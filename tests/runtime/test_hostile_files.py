@@ -78,7 +78,7 @@ def test_an_endless_file_in_the_place_of_a_small_one(
     tmp_path: Path, device: str, ondevice: Run, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=r"is not (UTF-8 )?text"):
-        options.whole_text(device)
+        options.read_text(device)
     with pytest.raises(UsageError, match="there is no saved session"):
         model.session().load(device)
     with pytest.raises(CheckpointError, match="neither a folder nor a regular file"):
@@ -112,11 +112,11 @@ def test_a_pipe_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
 def test_an_endless_text_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_TEXT_CHARS", 100_000)
     (tmp_path / "text").write_text("a" * 100_000)
-    assert len(options.whole_text(str(tmp_path / "text"))) == 100_000
+    assert len(options.read_text(str(tmp_path / "text"))) == 100_000
     os.truncate(tmp_path / "text", 0)
     (tmp_path / "text").write_text("a" * 1_000_000)
     with pytest.raises(UsageError, match="more than 100000 characters"):
-        options.whole_text(str(tmp_path / "text"))
+        options.read_text(str(tmp_path / "text"))
 
 
 def test_a_configuration_has_a_size(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_text_gets_a_drafter_once_one_is_free() -> None:
     # What one learns of the model, the other knows.
     shared, other = (text.drafter.members[1] for text in (first, second))  # type: ignore[attr-defined]
     assert shared._next is other._next
-    assert WhileRowsAreCheap(Lookup()).beside() is None
+    assert WhileRowsAreCheap(Lookup()).spawn() is None
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "auto", "resident", "model"])

@@ -179,12 +179,12 @@ def test_turns_go_round_the_clients_that_wait(chat_bundle: Path) -> None:
     """Each client's requests keep their order, and one that comes late waits for one of each other."""
     took: list[str] = []
 
-    async def turn(models: Models, client: str, request: str) -> None:
+    async def admitted(models: Models, client: str, request: str) -> None:
         client_address.set(client)
-        async with models.turn(models.find(None)):
+        async with models.admitted(models.find(None)):
             took.append(request)
             if request == "b2":
-                tasks.append(asyncio.create_task(turn(models, "d", "d1")))
+                tasks.append(asyncio.create_task(admitted(models, "d", "d1")))
             await asyncio.sleep(0)
 
     async def main(model: Model) -> None:
@@ -192,7 +192,7 @@ def test_turns_go_round_the_clients_that_wait(chat_bundle: Path) -> None:
             [facts_of("m", model.bundle, model.plan, model.tokenizer)], _never, model, 5, Metrics()
         )
         for request in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
-            tasks.append(asyncio.create_task(turn(models, request[0], request)))
+            tasks.append(asyncio.create_task(admitted(models, request[0], request)))
         while any(not task.done() for task in tasks):
             await asyncio.gather(*tasks)
 

@@ -60,12 +60,12 @@ def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
     monkeypatch.setattr(ExpertPrefetcher, "next_pass", next_pass)
 
-    def settle(own: ExpertPrefetcher, *arguments: Any, original: Any = ExpertPrefetcher.settle) -> Any:
+    def commit(own: ExpertPrefetcher, *arguments: Any, original: Any = ExpertPrefetcher.commit) -> Any:
         while not all(own._reads.arrived(one.ticket) for one in own._coming):
             time.sleep(0.0001)
         return original(own, *arguments)
 
-    monkeypatch.setattr(ExpertPrefetcher, "settle", settle)
+    monkeypatch.setattr(ExpertPrefetcher, "commit", commit)
     with load(folder) as loaded:
         segment = loaded.plan.segment
         squeeze(loaded, (segment.total - segment.least) // 3)

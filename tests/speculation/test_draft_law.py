@@ -50,7 +50,7 @@ def test_texts_drawn_with_trees_follow_the_models_law(
     drafting = model._engine._drafting
     assert drafting is not None
     # However short the passes of so small a model are.
-    alone = drafting._pace_of(1)
+    alone = drafting._state_for(1)
     monkeypatch.setattr(alone, "_min_pass_seconds", 0.0)
     monkeypatch.setattr(alone, "disabled", False)
     if drafts != "drafters' own":

@@ -99,7 +99,7 @@ def layer_of(folder: Path, transformer: Transformer) -> Iterator[LoadedDraftLaye
     """The bundle's head, loaded beside its model."""
     found = Bundle.open(folder)
     assert found.eagle is not None
-    with FlashReader([found.added_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
+    with FlashReader([found.sidecar_file(EAGLE_SIDECAR.tensors)], "buffered") as reader:
         yield load_draft_layer(found, found.eagle, reader, transformer.backend, transformer.weights, 256)
 
 

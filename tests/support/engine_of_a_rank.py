@@ -29,7 +29,7 @@ def engine() -> int:
 
     me = joined()
     assert me is not None
-    assert 5_000_000 < me.place.beside_bytes < 100_000_000
+    assert 5_000_000 < me.place.other_process_bytes < 100_000_000
     with me.joining():
         ring = MlxTransport("ring")
     if word == "raises" and ring.rank == 1:

@@ -23,8 +23,7 @@ from ondevice.converters.checkpoints.gguf_splitting import GPT2_PATTERN, SPLITTI
 from ondevice.errors import BundleError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 from ondevice.tokenizer.base import byte_letters
-from ondevice.tokenizer.byte_pairs import HEADER
-from ondevice.tokenizer.composing import composed
+from ondevice.tokenizer.byte_pairs import HEADER, composed
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 from tests.support.small_tokenizers import added, small_json
 from tests.tokenizer import unicode_tables

@@ -1,7 +1,7 @@
 """Makes the tables of Unicode that the native tokenizer needs, from what the `tokenizers` library does.
 
 `python -m tests.tokenizer.unicode_tables` writes `ondevice/tokenizer/unicode_classes.h` and prints the
-characters of `ondevice/tokenizer/composing.py`. The second needs `unicodedata2`, which knows characters that
+characters of `ondevice/tokenizer/byte_pairs.py`. The second needs `unicodedata2`, which knows characters that
 are newer than Python.
 """
 

@@ -1,4 +1,4 @@
-"""Several drafters as one: each uses other evidence, and a pass verifies draft tokens of all."""
+"""Several drafters as one: a pass verifies draft tokens of all."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from ondevice.speculation.tree import Draft, Proposals
 
 MAX_PROPOSALS = 8
 """Maximum draft tokens after a node; less likely ones are never reached."""
-
-
 CHEAP_ROW_SHARE = 0.05
 """Largest time of a row, in plain passes, with which `auto` drafts with streams.
 
-At the shape of a 7B a row was measured to take 0.01 to 0.03 where dense passes wait for flash, and streams
-gain; 0.1 to 0.3 where everything is in memory or every token reads neurons, and they lose.
+At the shape of a 7B a row takes 0.01 to 0.03 where dense passes wait for flash, and streams gain; 0.1 to 0.3
+where everything is in memory or every token reads neurons, and they lose.
 """
 
 
 class Combined(Drafter):
-    """The likeliest draft tokens of all `members`, each of which is judged by itself.
+    """The likeliest draft tokens of all `members`.
 
-    A token that several members propose gets the highest of their chances. They see the same text, so they
-    tend to be right and wrong together, and a second proposal adds little evidence.
+    A token that several members propose gets the highest of their chances: they see the same text, so a
+    second proposal adds little evidence.
     """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
@@ -54,9 +52,9 @@ class Combined(Drafter):
         for member in self.members:
             member.prepare(kv, max_nodes, cancelled)
 
-    def beside(self) -> Combined | None:
-        """A drafter of the members that can draft for another text; None if none can."""
-        drafters = [drafter for member in self.members if (drafter := member.beside()) is not None]
+    def spawn(self) -> Combined | None:
+        """A drafter of the members that can be spawned; None if none can."""
+        drafters = [drafter for member in self.members if (drafter := member.spawn()) is not None]
         return Combined(drafters) if drafters else None
 
     @property
@@ -77,7 +75,7 @@ class Combined(Drafter):
         return max(member.computed_chance for member in self.members)
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """What the member computes that expects most of it; only one runs passes for a draft."""
+        """What the member with the highest `computed_chance` computes; only one runs passes for a draft."""
         return max(self.members, key=lambda member: member.computed_chance).compute(path)
 
     def grown(self) -> None:
@@ -85,7 +83,7 @@ class Combined(Drafter):
             member.grown()
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
-        """The nodes of the first member that names some; only one drafter uses the streams."""
+        """The nodes of the first member that has some; only one drafter uses the streams."""
         nodes = (member.streamed(draft, row_share) for member in self.members)
         return next((each for each in nodes if each is not None), None)
 
@@ -98,7 +96,7 @@ class WhileRowsAreCheap(Drafter):
     """A drafter that is asked only while another row takes little of a plain pass's time.
 
     Streams add rows to the upper layers for every token. While dense passes wait for flash, rows are nearly
-    free; elsewhere it depends on the machine. So what recent passes took decides.
+    free; elsewhere their time depends on the machine, so recent passes decide.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -106,25 +104,25 @@ class WhileRowsAreCheap(Drafter):
         self._drafter = drafter
         self._row_share = 0.0
         """Time of a row in plain passes, as last measured."""
-        self._asked = False
+        self._is_asked = False
         """Whether `drafter` was asked for the newest draft."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._drafter.begin(text, sampling, prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
-        self._drafter.observe(token, logits if self._asked else None)
+        self._drafter.observe(token, logits if self._is_asked else None)
 
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         self._drafter.end_pass(output, path)
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
-        self._asked = self._is_cheap
-        if self._asked:
+        self._is_asked = self._is_cheap
+        if self._is_asked:
             self._drafter.prepare(kv, max_nodes, cancelled)
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        return self._drafter.propose(path) if self._asked else []
+        return self._drafter.propose(path) if self._is_asked else []
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
         self._row_share = row_share

@@ -23,22 +23,21 @@ from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer
 
-LEAST_SHARED = 0.9
-"""Share of the target's tokens that the second model must have for this drafter to be taken.
+MIN_SHARED = 0.9
+"""Smallest share of the target's tokens that the second model must have for this drafter to be used.
 
-It was measured where 95 and nearly 100 % are shared (docs/lab/README.md). What isn't shared is never drafted.
+Measurements have 95 and nearly 100 % (docs/lab/README.md). Tokens that aren't shared are never drafted.
 """
-
 TABLE_BYTES, FINDING_BYTES = 20, 112
-"""Bytes for each of the target's tokens: of the tables, and while shared tokens are found, which is measured
-with two vocabularies of 150,000."""
+"""Bytes for each of the target's tokens: of the tables, and of the search for shared tokens (measured with
+two vocabularies of 150,000)."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedTokens:
     """Tokens that stand for the same bytes in both vocabularies.
 
-    ids: (n, 2) the target's, ascending, and the second model's. share: of the target's that have bytes.
+    ids: (n, 2) the target's, ascending, and the second model's. share: of the target's tokens with bytes.
     """
 
     ids: NDArray[np.int64]
@@ -47,18 +46,20 @@ class SharedTokens:
     @property
     def are_enough(self) -> bool:
         """Whether they are enough to draft from."""
-        return self.share >= LEAST_SHARED
+        return self.share >= MIN_SHARED
 
     @staticmethod
     def of(model: DraftModel) -> SharedTokens:
-        """The tokens with equal bytes in a second model's vocabulary and in the target's, which differ."""
+        """The tokens with equal bytes in the different vocabularies of a second model and the target."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
-        own, target = model.tokenizer, model.target_tokenizer
-        (hashes, ids), (own_hashes, own_ids) = _by_hash(target), _by_hash(own)
-        _, places, own_places = np.intersect1d(hashes, own_hashes, assume_unique=True, return_indices=True)
-        pairs = np.stack([ids[places], own_ids[own_places]], axis=1)
-        equal = (target.token_bytes(int(here)) == own.token_bytes(int(there)) for here, there in pairs)
+        drafter, target = model.tokenizer, model.target_tokenizer
+        (hashes, ids), (drafter_hashes, drafter_ids) = _by_hash(target), _by_hash(drafter)
+        _, places, drafter_places = np.intersect1d(
+            hashes, drafter_hashes, assume_unique=True, return_indices=True
+        )
+        pairs = np.stack([ids[places], drafter_ids[drafter_places]], axis=1)
+        equal = (target.token_bytes(int(here)) == drafter.token_bytes(int(there)) for here, there in pairs)
         pairs = pairs[np.fromiter(equal, bool, len(pairs))]
         return SharedTokens(pairs[np.argsort(pairs[:, 0])], len(pairs) / max(1, len(ids)))
 
@@ -69,16 +70,16 @@ class IntersectionDrafter(OtherVocabularyDrafter):
     def __init__(self, model: DraftModel, shared: SharedTokens) -> None:
         """model: has both tokenizers. shared: its tokens that the target has too."""
         super().__init__(model)
-        self._own_of = np.full(self._target.vocab_size, -1, np.int32)
+        self._drafter_ids = np.full(self._target.vocab_size, -1, np.int32)
         """(V,) the second model's id of each of the target's tokens; -1 where it has none."""
-        self._own_of[shared.ids[:, 0]] = shared.ids[:, 1]
+        self._drafter_ids[shared.ids[:, 0]] = shared.ids[:, 1]
         self._shared = shared.ids[:, 1]
         """(n,) the second model's ids, in the order of the target's."""
         self._ranking = Ranking(BRANCHES, shared.ids[:, 0])
         self._path: tuple[int, ...] = ()
         """Tokens that were drawn since the draft began."""
         self._logits: dict[tuple[int, ...], Float32] = {}
-        """Logits of the shared tokens after each path that was asked for."""
+        """Logits of the shared tokens by path, as far as proposals were asked for."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         super().begin(text, sampling, prompt_tokens)
@@ -88,13 +89,13 @@ class IntersectionDrafter(OtherVocabularyDrafter):
         self._logits.clear()
 
     def observe(self, token: int, logits: Float32 | None) -> None:
-        own = self._logits.get(self._path)
-        if logits is not None and own is not None:
-            self._ranking.judge(own, len(self._text), token, self._text)
+        drafted = self._logits.get(self._path)
+        if logits is not None and drafted is not None:
+            self._ranking.judge(drafted, len(self._text), token, self._text)
         # As long as the text consists of shared tokens, it needn't be encoded anew.
-        known = int(self._own_of[token]) if token < len(self._own_of) else -1
+        known = int(self._drafter_ids[token]) if token < len(self._drafter_ids) else -1
         if known >= 0 and len(self._drafted) == len(self._path):
-            self._drafted.append((known, self._own.token_bytes(known)))
+            self._drafted.append((known, self._drafter_tokenizer.token_bytes(known)))
         self._path = (*self._path, token)
         super().observe(token, logits)
 
@@ -106,7 +107,7 @@ class IntersectionDrafter(OtherVocabularyDrafter):
     def propose(self, path: Sequence[int]) -> Proposals:
         if self._ended or not len(self._shared):
             return []
-        tokens = [*self._tokens, *self._own_of[list(path)].tolist()]
+        tokens = [*self._tokens, *self._drafter_ids[list(path)].tolist()]
         logits = self._context.logits(tokens, self._settled, self._cancelled)
         if logits is None:
             return []
@@ -117,14 +118,14 @@ class IntersectionDrafter(OtherVocabularyDrafter):
 
 
 def _by_hash(tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ascending hashes of what tokens stand for, and the last token of each; none of those that end a text.
+    """Ascending hashes of tokens' bytes, and the last token of each; without tokens that end a text.
 
-    Where a single byte has a token for itself and a piece, the piece comes later, and is what texts have.
+    Where a single byte has both a byte token and a piece, the piece comes later, and is what texts have.
     Dictionaries of a large vocabulary would take tens of megabytes.
     """
     size = tokenizer.vocab_size
     ends = frozenset(tokenizer.eos_ids)
     spelt = (b"" if token in ends else tokenizer.token_bytes(token) for token in range(size))
     hashes = np.fromiter((hash(data) if data else 0 for data in spelt), np.int64, size)
-    found, places = np.unique(hashes[::-1], return_index=True)
-    return found[found != 0], size - 1 - places[found != 0].astype(np.int64)
+    unique, places = np.unique(hashes[::-1], return_index=True)
+    return unique[unique != 0], size - 1 - places[unique != 0].astype(np.int64)

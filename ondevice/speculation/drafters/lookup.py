@@ -46,19 +46,19 @@ class Lookup(Drafter):
             self._add(token)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
-        if logits is not None and (found := self._found(())) is not None:
-            proposed, length = found
+        if logits is not None and (match := self._match(())) is not None:
+            proposed, length = match
             self._acceptance[length - 1].observe(proposed == token)
         self._add(token)
 
-    def beside(self) -> Lookup:
+    def spawn(self) -> Lookup:
         return Lookup()
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        found = self._found(path)
-        if found is None:
+        match = self._match(path)
+        if match is None:
             return []
-        token, length = found
+        token, length = match
         return [(token, self._acceptance[length - 1].value)]
 
     def _add(self, token: int) -> None:
@@ -69,7 +69,7 @@ class Lookup(Drafter):
             self._ends[tail[start:]] = place
         self._text.append(token)
 
-    def _found(self, path: Sequence[int]) -> tuple[int, int] | None:
+    def _match(self, path: Sequence[int]) -> tuple[int, int] | None:
         """The token after the longest known run that ends the text and `path`, and the run's length."""
         tail = (*self._text[-MAX_RUN:], *path)[-MAX_RUN:]
         for length in range(len(tail), 0, -1):

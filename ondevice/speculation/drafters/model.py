@@ -1,8 +1,8 @@
 """A second, smaller model drafts (Leviathan et al., arXiv 2211.17192), in the target's own tokens.
 
-The draft model is asked each time what follows the likeliest draft token, so a draft is a chain where the
-model is confident and a small tree where it isn't. The draft ends where further tokens aren't worth a pass of
-the draft model (SVIP, arXiv 2411.18462, ends drafts by the draft model's confidence, too).
+Each pass of the draft model continues the likeliest draft token, so a draft is a chain where the model is
+confident and a small tree where it isn't. It ends where tokens aren't worth a pass of the draft model (SVIP,
+arXiv 2411.18462, ends drafts by the draft model's confidence, too).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DraftModel:
     max_context: most tokens that `kv` may hold.
     chunk: most tokens of a pass.
     close: releases the model's resources.
-    tokenizer, target_tokenizer: the draft model's and the target's if their vocabularies differ, else None.
+    tokenizer, target_tokenizer: the draft model's and the target's; None if the vocabulary is the same.
     """
 
     transformer: Transformer
@@ -54,10 +54,10 @@ class DraftContext:
     def logits(
         self, tokens: Sequence[int], text: int, cancelled: IsCancelled | None = None
     ) -> Float32 | None:
-        """Logits (V,) after `tokens`. None if there are none, or if they exceed context or vocabulary.
+        """Logits (V,) after `tokens`. None if `tokens` is empty, or exceeds context or vocabulary.
 
-        text: number of leading tokens that hardly change any more. A model with recurrent layers takes back
-        the up to `AHEAD_TOKENS` tokens behind these at no cost. Raises as a forward pass does.
+        text: number of leading tokens that hardly change any more. A model with recurrent layers drops up to
+        `AHEAD_TOKENS` tokens after these at no cost. Raises as a forward pass does.
         """
         transformer, kv = self._model.transformer, self._model.kv
         if not 0 < len(tokens) <= self._model.max_context:
@@ -68,9 +68,9 @@ class DraftContext:
         kv.truncate(kept)
         transformer.commit(kv, min(kv.length, text))
         while True:
-            found = transformer.run(self._next(tokens, text), kv, cancelled)
+            output = transformer.run(self._next(tokens, text), kv, cancelled)
             if kv.length == len(tokens):
-                last: Float32 = transformer.checked_logits(found.hidden)[0]
+                last: Float32 = transformer.checked_logits(output.hidden)[0]
                 return last
 
     def _next(self, tokens: Sequence[int], text: int) -> ForwardBatch:
@@ -91,7 +91,7 @@ class ModelDrafter(Drafter):
     """Drafts a second model's likeliest tokens; with sampling, those that win with the same noise."""
 
     def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """model: has the target's vocabulary. vocab_size: rows of the target, which may be fewer."""
+        """model: has the target's vocabulary. vocab_size: rows of the target's head, which may be fewer."""
         self._model = model
         self._context = DraftContext(model)
         self._vocab_size = vocab_size
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
         self._path: tuple[int, ...] = ()
         """Tokens that were drawn since the draft began."""
         self._logits: dict[tuple[int, ...], Float32] = {}
-        """The draft model's logits after each path that was asked for."""
+        """The draft model's logits by path, as far as proposals were asked for."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
@@ -110,9 +110,9 @@ class ModelDrafter(Drafter):
         self._ranking.begin(sampling, len(text) if prompt_tokens is None else prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
-        own = self._logits.get(self._path)
-        if logits is not None and own is not None:
-            self._ranking.judge(own, len(self._text), token, self._text)
+        drafted = self._logits.get(self._path)
+        if logits is not None and drafted is not None:
+            self._ranking.judge(drafted, len(self._text), token, self._text)
         self._text.append(token)
         self._path = (*self._path, token)
 

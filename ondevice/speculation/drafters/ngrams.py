@@ -1,7 +1,7 @@
-"""Drafts what followed the text's last tokens in another text, of which a datastore lies on flash.
+"""Drafts continuations of the text's last tokens from a datastore on flash.
 
 "REST" (arXiv 2311.08252), and the second level of "Hierarchy Drafting" (arXiv 2502.05609): the continuations
-of the last one to three tokens, as a tree, ranked by how often each came. One lookup serves a whole draft.
+of the last one to three tokens, as a tree, ranked by frequency. One lookup serves a whole draft.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from ondevice.speculation.drafters.combined import MAX_PROPOSALS
 from ondevice.speculation.tree import Proposals
 
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.8)
-"""Bounds of the bins of a token's share of what followed a context."""
+"""Bounds of the bins of a token's share of a context's continuations."""
 BY_CONTEXT = (0.3, 0.6, 0.8)
 """Prior acceptance rates of a token that always followed its context, by the context's tokens."""
-
 CHEAP_LOOKUP_SHARE = 0.05
-"""Largest share of the time that lookups take with which `auto` makes them.
+"""Largest share of the time that `auto` spends on lookups.
 
 Measured, a datastore of similar text brings `auto` a fifth more tokens per forward pass (docs/benchmarks.md).
 """
@@ -42,7 +41,7 @@ class NgramDrafter(Drafter):
     """A drafter with a datastore, and the acceptance rate of each length of context and share."""
 
     def __init__(self, store: Datastore, most_share: float = math.inf) -> None:
-        """store: owned by this object from now on, which closes it. most_share: of the time, for lookups."""
+        """Own `store`, and close it in the end. most_share: largest share of the time for lookups."""
         self._store = store
         self._most_share = most_share
         self._lookup_seconds = self._draft_seconds = 0.0
@@ -55,8 +54,8 @@ class NgramDrafter(Drafter):
         """The text's last tokens."""
         self._path: tuple[int, ...] = ()
         """Tokens that were drawn since the last lookup."""
-        self._found: list[Continuations] = []
-        """What the last lookup found, longest context first."""
+        self._continuations: list[Continuations] = []
+        """Results of the last lookup, longest context first."""
         bounds = (0.0, *SHARES, 1.0)
         middles = [(low + high) / 2 for low, high in pairwise(bounds)]
         self._acceptance = [[AcceptanceRate(rate * middle) for middle in middles] for rate in BY_CONTEXT]
@@ -81,21 +80,21 @@ class NgramDrafter(Drafter):
         self._drafted_at = started
         self._skipped += 1
         if self.is_cheap or self._skipped > RETRY_DRAFTS:
-            self._found = self._store.lookup(self._tail)
+            self._continuations = self._store.lookup(self._tail)
             self._lookup_seconds = _mean(self._lookup_seconds, time.perf_counter() - started)
             self._skipped = 0
 
     @property
     def is_cheap(self) -> bool:
-        """Whether lookups take no more of the time than they may."""
+        """Whether lookups take no more than `most_share` of the time."""
         return not self._draft_seconds or self._lookup_seconds <= self._most_share * self._draft_seconds
 
-    def beside(self) -> NgramDrafter:
-        """One with the same datastore; both learn from both texts."""
-        found = copy(self)
-        found._tail = []
-        found._forget()
-        return found
+    def spawn(self) -> NgramDrafter:
+        """A drafter with the same datastore and acceptance rates; both learn from both texts."""
+        drafter = copy(self)
+        drafter._tail = []
+        drafter._forget()
+        return drafter
 
     def propose(self, path: Sequence[int]) -> Proposals:
         ranked = [(token, rate.value) for token, rate in self._ranked(path)]
@@ -106,19 +105,19 @@ class NgramDrafter(Drafter):
 
     def _forget(self) -> None:
         self._path = ()
-        self._found = []
+        self._continuations = []
 
     def _ranked(self, path: Sequence[int]) -> list[tuple[int, AcceptanceRate]]:
-        """Tokens that followed a context and `path`, each with the best acceptance rate that one gives it."""
+        """Tokens that follow a context and `path`, each with the best acceptance rate of all contexts."""
         best: dict[int, AcceptanceRate] = {}
-        for continuations in self._found:
+        for continuations in self._continuations:
             rest = continuations.after(path)
             if rest is None:
                 continue
             rates = self._acceptance[min(rest.length, MAX_CONTEXT) - 1]
             tokens, counts, total = rest.next_tokens()
             for token, count in zip(tokens, counts, strict=True):
-                # A token that has come once of once isn't certain.
+                # +1: a token that came once of once isn't certain.
                 rate = rates[sum(count / (total + 1) >= bound for bound in SHARES)]
                 if token not in best or rate.value > best[token].value:
                     best[token] = rate

@@ -26,7 +26,7 @@ WINDOW_BYTES = 48
 MAX_DRAFTED = 24
 """Maximum tokens of the second model in a draft."""
 SEAM_TOKENS = 4
-"""Last tokens of the text that may be encoded anew as it grows."""
+"""Number of the text's last tokens that may be encoded anew as it grows."""
 
 
 class OtherVocabularyDrafter(Drafter):
@@ -37,7 +37,7 @@ class OtherVocabularyDrafter(Drafter):
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
         self._model = model
-        self._own = model.tokenizer
+        self._drafter_tokenizer = model.tokenizer
         self._target = model.target_tokenizer
         self._context = DraftContext(model)
         self._cancelled: IsCancelled | None = None
@@ -47,9 +47,9 @@ class OtherVocabularyDrafter(Drafter):
         self._said = bytearray()
         """The text's bytes."""
         self._tokens: list[int] = []
-        """The first `_covered` of those bytes as the second model's tokens."""
+        """The first `_covered` bytes of `_said` as the second model's tokens."""
         self._covered = 0
-        # More of them couldn't be taken back at no cost.
+        # Recurrent states can drop AHEAD_TOKENS at no cost, and no more.
         self._most = MAX_DRAFTED if model.kv.states is None else AHEAD_TOKENS - SEAM_TOKENS
         self._forget()
 
@@ -73,24 +73,24 @@ class OtherVocabularyDrafter(Drafter):
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         said = bytes(self._said)
-        # The accepted part of the last draft is in the second model's keys and values already.
+        # The second model's keys and values have the accepted part of the last draft.
         for token, data in self._drafted:
             if not said.startswith(data, self._covered):
                 break
             self._tokens.append(token)
             self._covered += len(data)
         self._forget()
-        if not _whole(said):
+        if not _ends_character(said):
             self._ended = True
             return
         if self._tokens and self._covered < len(said):
-            gone, come = _seam(self._own, said[: self._covered], said[self._covered :])
-            kept = len(self._tokens) - len(gone)
-            if self._tokens[kept:] == gone:
-                self._tokens[kept:] = come
+            removed, added = _seam(self._drafter_tokenizer, said[: self._covered], said[self._covered :])
+            kept = len(self._tokens) - len(removed)
+            if self._tokens[kept:] == removed:
+                self._tokens[kept:] = added
                 self._covered = len(said)
         if not self._tokens or self._covered < len(said):
-            self._tokens = self._own.encode(said.decode(errors="replace"))
+            self._tokens = self._drafter_tokenizer.encode(said.decode(errors="replace"))
             self._covered = len(said)
 
     def propose(self, path: Sequence[int]) -> Proposals:
@@ -110,7 +110,7 @@ class OtherVocabularyDrafter(Drafter):
     def _forget(self) -> None:
         self._drafted: list[tuple[int, bytes]] = []
         self._ends: list[tuple[int, float]] = []
-        """Bytes up to the end of each drafted token, and the chance that the text reaches it."""
+        """For each drafted token, the bytes up to its end, and the chance that the text reaches it."""
         self._continuation = b""
         self._chain: list[tuple[int, float]] = []
         """The draft in the target's tokens, with the chance that the text reaches each."""
@@ -118,7 +118,7 @@ class OtherVocabularyDrafter(Drafter):
 
     @property
     def _settled(self) -> int:
-        """Leading ones of `_tokens` that hardly change any more."""
+        """Number of leading `_tokens` that hardly change any more."""
         return max(0, len(self._tokens) - SEAM_TOKENS)
 
     def _draft(self) -> bool:
@@ -129,8 +129,8 @@ class OtherVocabularyDrafter(Drafter):
         logits = self._context.logits(tokens, self._settled, self._cancelled)
         token = -1 if logits is None else int(np.argmax(logits))
         at_start = not self._said and not self._continuation
-        data = b"" if logits is None else _spelt(self._own, token, at_start)
-        if logits is None or not data or token in self._own.eos_ids:
+        data = b"" if logits is None else _spelt(self._drafter_tokenizer, token, at_start)
+        if logits is None or not data or token in self._drafter_tokenizer.eos_ids:
             self._ended = True
             return False
         weights = np.exp((logits - logits[token]) / np.float32(self._temperature or 1.0))
@@ -144,19 +144,19 @@ class OtherVocabularyDrafter(Drafter):
     def _translated(self) -> list[tuple[int, float]]:
         """The draft in target tokens, as in `_chain`; empty if a token spans the seam to the text."""
         continuation = self._continuation
-        while continuation and not _whole(continuation):
+        while continuation and not _ends_character(continuation):
             continuation = continuation[:-1]
-        gone, come = _seam(self._target, bytes(self._said), continuation)
-        if gone:
+        removed, added = _seam(self._target, bytes(self._said), continuation)
+        if removed:
             return []
-        found, end = [], 0
-        for token in come:
+        tokens, end = [], 0
+        for token in added:
             end += len(self._target.token_bytes(token))
             chance = next((chance for place, chance in self._ends if place >= end), None)
             if chance is None:
                 break
-            found.append((token, chance))
-        return found
+            tokens.append((token, chance))
+        return tokens
 
 
 def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
@@ -185,7 +185,7 @@ def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int],
     return alone[kept:], together[kept:]
 
 
-def _whole(data: bytes) -> bool:
+def _ends_character(data: bytes) -> bool:
     """Whether `data` ends at the end of a UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]

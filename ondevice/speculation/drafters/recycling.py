@@ -1,6 +1,6 @@
 """Token Recycling (Luo et al., arXiv 2408.08696): drafts each token's likeliest successors by recent logits.
 
-Logits name candidates that the text didn't take. The next time the same token occurs, they are the draft.
+The likeliest tokens after a token are kept, whichever was drawn, and drafted when the same token recurs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ondevice.speculation.tree import Proposals
 MAX_CANDIDATES = 8
 """Maximum candidates kept for a token."""
 MATRIX_BYTES = 2_000_000
-"""Most bytes of the matrix, so large vocabularies keep fewer candidates; but at least one each."""
+"""Most bytes of the matrix: large vocabularies keep fewer candidates, but at least one per token."""
 FIRST_PRIOR = 0.4
 """Prior acceptance rate of the likeliest candidate."""
 NEXT_PRIOR = 0.4
-"""Prior acceptance rate of each further candidate, as a share of that of the one before."""
+"""Prior acceptance rate of each further candidate, as a share of the previous one's."""
 
 
 def candidates(vocab_size: int) -> int:
@@ -37,7 +37,7 @@ def matrix_bytes(vocab_size: int) -> int:
 
 
 class Recycling(Drafter):
-    """A drafter with a matrix of each token's likeliest successors when it last ended the text."""
+    """A drafter with a matrix of each token's likeliest successors at its last occurrence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._next = np.full((vocab_size, candidates(vocab_size)), -1, dtype=np.int32)
@@ -58,11 +58,11 @@ class Recycling(Drafter):
             known[:] = largest(logits, len(known))[0]
         self._last = token
 
-    def beside(self) -> Recycling:
-        """One that learns from this one's texts, and this one from its."""
-        found = copy(self)
-        found._last = -1
-        return found
+    def spawn(self) -> Recycling:
+        """A drafter with the same matrix; both learn from both texts."""
+        drafter = copy(self)
+        drafter._last = -1
+        return drafter
 
     def propose(self, path: Sequence[int]) -> Proposals:
         last = path[-1] if path else self._last

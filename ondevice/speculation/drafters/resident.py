@@ -1,8 +1,8 @@
-"""Self-drafting without reads: the model itself, restricted to what of its weights is in memory.
+"""Self-drafting without reads: the model itself, restricted to weights in memory.
 
-That is the high plane of every neuron, where the budget holds these, or the neurons in memory (ideas: Draft &
-Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). Each pass continues a path
-of the draft behind the text's keys and values, and is made where its chance outweighs its time.
+These are the high planes of all neurons, where the budget holds them, or the neurons in memory (ideas: Draft
+& Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). Each pass continues a
+path of the draft after the text's keys and values, and is made where its chance outweighs its time.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ PRIOR_CHANCE = 0.8
 CHANCE_WEIGHT = 0.1
 """EMA weight of the newest pass in that chance."""
 FREQUENT_SHARE = 0.8
-"""Least share of a text's tokens that are frequent ones for drafts to be chosen from these alone."""
+"""Smallest share of frequent tokens in a text with which drafts are chosen from frequent tokens alone."""
 RECENT_TOKENS = 128
-"""The newest tokens of a text that count in that share."""
+"""Number of a text's newest tokens that count in that share."""
 
 
 class ResidentDrafter(Drafter):
-    """Computes draft tokens behind the target's own keys and values, which are taken back afterwards."""
+    """Computes draft tokens after the target's own keys and values, which are truncated afterwards."""
 
     def __init__(self, transformer: Transformer, is_partial: Callable[[], bool] = lambda: True) -> None:
-        """is_partial: whether some of the weights are on flash. Otherwise a draft's pass is a whole one."""
+        """is_partial: whether some of the weights are on flash. Otherwise a draft's pass saves nothing."""
         self._transformer = transformer
         self._is_partial = is_partial
         self._ranking = Ranking()
         self._text: list[int] = []
         self._kv: SequenceState | None = None
-        """Holds the text but for its last token, and what the draft's passes added. None between drafts."""
+        """State of the text except its last token, and of the draft's passes. None between drafts."""
         self._start = self._most = 0
-        """Length of `_kv` without what the draft added, and most tokens that it may add."""
+        """Length of `_kv` without the draft's passes, and most tokens that these may add."""
         self._cancelled: IsCancelled = never_cancelled
         self._chance = PRIOR_CHANCE
         self._recent: deque[bool] = deque(maxlen=RECENT_TOKENS)
-        """Of the text's newest tokens, whether each is a frequent one."""
+        """For each of the text's newest tokens, whether it is a frequent one."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
@@ -61,7 +61,7 @@ class ResidentDrafter(Drafter):
         self._text.append(token)
         self._recent.append(token < self._transformer.frequent_tokens)
 
-    def beside(self) -> ResidentDrafter:
+    def spawn(self) -> ResidentDrafter:
         return ResidentDrafter(self._transformer, self._is_partial)
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:

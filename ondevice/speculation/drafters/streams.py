@@ -1,8 +1,8 @@
 """Speculative Streaming (Bhendawade et al., arXiv 2402.11131): the model's own streams draft.
 
-In the pass that verifies a draft, the likeliest ends of the accepted path get streams, which are extra rows
-in the upper layers. If the path ends elsewhere, its last token's streams run alone in the upper layers. In
-both cases they read no neurons. Stream j of a token drafts the token j places after the one that it predicts.
+In the pass that verifies a draft, the likeliest ends of the accepted path get streams: extra rows in the
+upper layers. If the path ends elsewhere, its last token's streams run alone in the upper layers. Streams read
+no neurons. Stream j of a token drafts the token j places after the one that it predicts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MultiStreamDrafter(Drafter):
         self._max_rows = max_rows
         self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
-        """Number of rows for which the next pass has room, the draft's nodes included."""
+        """Rows for which the next pass has room, the draft's nodes included."""
         self._penalised = False
         self._text: list[int] = []
         self._forget()
@@ -73,9 +73,9 @@ class MultiStreamDrafter(Drafter):
         self._logits: Float32 | None = None
         """(S, ...) `Transformer.checked_logits` of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
-        """Each stream's proposals, once asked for. They depend on the path only by penalties."""
+        """Each stream's proposals, once computed. They depend on the path only by penalties."""
         self._drawn = 0
-        """Number of tokens drawn since the streams' own token; proposals follow the first of them."""
+        """Tokens drawn since the streams' own token; proposals follow the first of them."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._text = list(text)
@@ -112,7 +112,7 @@ class MultiStreamDrafter(Drafter):
         try:
             return self._transformer.checked_logits(states)
         except BundleError:
-            # The streams are at fault: the model's own logits are checked elsewhere.
+            # The model's own logits are checked elsewhere, so the streams are at fault.
             raise BundleError("the streams compute logits that are not finite; train them again") from None
 
     def propose(self, path: Sequence[int]) -> Proposals:
@@ -127,11 +127,10 @@ class MultiStreamDrafter(Drafter):
         return ranked
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
-        """The likeliest ends of the accepted path, as rows of streams in this pass save a pass later.
+        """The likeliest ends of the accepted path: rows of streams in this pass save a pass later.
 
-        The path ends in a node if it reaches the node and none of the node's children is right. A pass of
-        streams alone takes about the time of a plain pass over as many layers, plus row_share of it for every
-        row but the first.
+        The path ends in a node if it reaches the node and none of its children is right. A pass of streams
+        alone takes a plain pass over as many layers, plus row_share of it for every row after the first.
         """
         if len(draft) == 1:
             # The next pass may have no draft either; if it has one, the streams run then.

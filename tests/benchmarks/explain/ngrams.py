@@ -68,7 +68,7 @@ def lookup_seconds(folder: Path, text: list[int]) -> tuple[float, float]:
     """Median seconds of a lookup, by the clock, and seconds of processor time."""
     bundle = Bundle.open(folder)
     assert bundle.ngrams is not None
-    store = Datastore(bundle.added_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, "auto")
+    store = Datastore(bundle.sidecar_file(NGRAMS), bundle.ngrams, bundle.config.vocab_size, "auto")
     taken, cpu = [], time.process_time()
     for at in range(3, 3 + LOOKUPS):
         started = time.perf_counter()

@@ -198,7 +198,7 @@ def begun(head: Head, folder: Path) -> bool:
     layer = bundle.eagle
     if layer is None:
         return False
-    with FlashReader([bundle.added_file(layer.sidecar.tensors)]) as reader:
+    with FlashReader([bundle.sidecar_file(layer.sidecar.tensors)]) as reader:
         backend = ReferenceBackend()
         model_weights: Any = SimpleNamespace(embedding=None, head=None, final_norm=None)
         loaded = load_draft_layer(bundle, layer, reader, backend, model_weights, 1).weights

@@ -1,8 +1,8 @@
 """Experts that a backend holds layer by layer, as long as there is room for all of them.
 
-A backend that computes on a device of its own then needn't read routers' choices back. Once memory is taken
-away, experts come from slots as anywhere else, and go on so until all memory was: reading all of them again
-after every wide pass would cost more than it saves.
+A backend on another device then needn't read routers' choices back. Once memory is taken away, experts come
+from slots until all memory has been taken: reading all experts again after every wide pass would cost more
+than it saves.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
 
 
-class WholeExperts:
+class HeldExperts:
     """The neuron memory of a model with experts: its layers', or `fetcher`'s slots.
 
-    Experts that layers hold themselves count neither as lookups nor as hits.
+    Experts that layers hold count neither as lookups nor as hits.
 
     Args:
         fetcher: provides experts where layers don't hold them; owned by this object from now on.
         layers: the model's layers.
-        least, total: segments of slots without which nothing works, and those that hold all experts.
+        least, total: segments of slots that `fetcher` needs, and that hold all experts.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class WholeExperts:
         """Keep to sum(quota) segments: let layers hold all experts, or provide slots."""
         segments = sum(quota)
         self._may_hold = segments <= self._least or (self._may_hold and segments >= self._total)
-        whole = self._may_hold and segments >= self._total
+        held = self._may_hold and segments >= self._total
         for layer in self._layers:
-            layer.hold_experts(whole)
-        # The quota is one for both: there are slots only where layers hold nothing.
-        self._fetcher.resize([0] if whole else quota)
+            layer.hold_experts(held)
+        # Layers and slots share the quota: there are slots only if layers hold nothing.
+        self._fetcher.resize([0] if held else quota)
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Do nothing: layers hold the neurons that aren't an expert's."""
+        """Do nothing: layers hold the neurons that aren't experts'."""
 
     def fill(self) -> bool:
         return False

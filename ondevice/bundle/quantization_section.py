@@ -1,4 +1,4 @@
-"""The key `quantisation` of `bundle.json`: how each matrix is stored."""
+"""The key `quantisation` of `bundle.json`: the format of each matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME = re.compile(rf"(?:layers\.(0|[1-9]\d{{0,5}})\.)?({'|'.join(MATRIX_KINDS)}
 """A `matrix_name`: its layer, its kind and its part."""
 
 
-def quantisation_section(quant: QuantConfig) -> dict[str, Any]:
+def quantization_section(quant: QuantConfig) -> dict[str, Any]:
     """The JSON of `quant`."""
     section: dict[str, Any] = {"bits": quant.bits, "group_size": GROUP_SIZE}
     if quant.formats:
@@ -44,8 +44,8 @@ def _format_json(stored: RowFormat) -> dict[str, Any]:
     return {"bits": stored.bits, "group_size": stored.group_size, **scales}
 
 
-def parse_quantisation(section: Section, config: ModelConfig) -> QuantConfig:
-    """How the model `config` is stored.
+def parse_quantization(section: Section, config: ModelConfig) -> QuantConfig:
+    """The formats of the model `config`.
 
     Raises BundleError for formats that its matrices can't have, UnsupportedModelError for unknown ones.
     """
@@ -115,7 +115,7 @@ def is_tiled(kind: MatrixKind, config: ModelConfig) -> bool:
 
 
 def part_quant(quant: QuantConfig, config: ModelConfig, shift: int) -> QuantConfig:
-    """How a part of a model is stored. config: the part's. shift: the model's layer that is its first."""
+    """The formats of a part of a model. config: the part's. shift: the model's layer that is its first."""
     formats: list[tuple[str, RowFormat]] = []
     for name, stored in quant.formats:
         kind, layer, part = _parts(name)
@@ -126,7 +126,7 @@ def part_quant(quant: QuantConfig, config: ModelConfig, shift: int) -> QuantConf
 
 
 def _exists(kind: MatrixKind, layer: int | None, part: str, config: ModelConfig) -> bool:
-    """Whether the model has matrices of this name, stored by themselves."""
+    """Whether the model stores matrices of this name."""
     if layer is not None and layer >= config.num_layers:
         return False
     layers = range(config.num_layers) if layer is None else (layer,)

@@ -1,4 +1,4 @@
-"""What a request comes to: a generation that it asks for; and the fields that most dialects have."""
+"""The generation that a request asks for, and the fields that most dialects have."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from ondevice.serve.models import ModelFacts
 SEEDS = 1 << 64
 MAX_TOKENS = 1 << 24
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
-MOST_PENALTY = 2.0
-LEAST_TOP_P = 1e-6
-"""A share of the probability that only the likeliest token can hold."""
+MAX_PENALTY = 2.0
+MIN_TOP_P = 1e-6
+"""A `top_p` that keeps the likeliest token only."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A generation that a request asks for: a reply to `messages`, or what continues `prompt`.
+class GenerationRequest:
+    """A generation that a request asks for: a reply to `messages`, or a continuation of `prompt`.
 
-    prompting: tools, and whether to think, where messages are answered.
-    suffix: a text behind a gap that `prompt` stands before; what belongs between them is generated.
-    scores: how many of the likeliest tokens the prompt's own tokens are scored with; None: they aren't.
-    messages_field, constraint_field: where the request has the messages and the constraint, for errors.
-    options: fields of SamplingConfig that the request sets. Without `max_tokens` the context alone is the
-    limit. Where messages are answered, fields that aren't set are as the model's authors recommend.
-    cache_prompt: whether a prompt goes on from what an earlier text has left of it, and leaves it
-    for later ones.
-    follows: whether its request has had a turn already, for another generation.
+    prompting: tools, and whether to think, for replies.
+    suffix: the text after a gap; the text between `prompt` and it is generated.
+    scores: number of likeliest tokens in the scores of the prompt's tokens; None: no scores.
+    options: fields of SamplingConfig that the request sets. Without `max_tokens` only the context is the
+    limit. Replies get the other fields as the model's authors recommend.
+    messages_field, constraint_field: the request's fields of the messages and the constraint, for errors.
+    cache_prompt: whether the prompt's state is reused from earlier texts, and left for later ones.
+    follows: whether the HTTP request has been admitted already, for another generation.
     least_context: tokens of context that the request asks for; 0: it doesn't say.
     """
 
@@ -48,8 +47,8 @@ class Asked:
     follows: bool = False
     least_context: int = 0
 
-    def again(self, index: int) -> Asked:
-        """The same for choice `index` of several: from a seed, the choices' seeds count up."""
+    def again(self, index: int) -> GenerationRequest:
+        """The generation of choice `index`: its seed, if there is one, is higher by `index`."""
         if index == 0:
             return self
         seed = self.options.get("seed")
@@ -58,12 +57,12 @@ class Asked:
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a request sets, of all that it may set."""
+    """The options that aren't None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def take_limit(fields: Fields, name: str, least: int = 1) -> int | None:
-    """The most tokens to generate; None where there is no limit, which -1 says too."""
+    """The most tokens to generate; None without a limit, which may be given as -1."""
     if fields.peek(name) == -1:
         fields.ignore(name)
     return fields.integer(name, least, MAX_TOKENS, also="-1 for no limit")
@@ -76,9 +75,9 @@ def take_top_k(fields: Fields) -> int | None:
 
 
 def take_penalties(fields: Fields) -> dict[str, float | None]:
-    """The penalties of tokens that were generated before, by their number and by their presence."""
+    """The penalties of generated tokens, by their number and by their presence."""
     names = ("frequency_penalty", "presence_penalty")
-    return {name: fields.number(name, -MOST_PENALTY, MOST_PENALTY) for name in names}
+    return {name: fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in names}
 
 
 def take_repeat_last_n(fields: Fields) -> int | None:
@@ -87,15 +86,15 @@ def take_repeat_last_n(fields: Fields) -> int | None:
 
 
 def take_temperature(fields: Fields, most: float) -> float | None:
-    """The temperature. One too low to differ from 0 is 0."""
+    """The temperature; 0 for values too low to differ from it."""
     value = fields.number("temperature", 0.0, most)
     return 0.0 if value is not None and value < 1e-6 else value
 
 
 def take_top_p(fields: Fields) -> float | None:
-    """The share of the probability. 0 keeps the likeliest token, as other servers have it."""
+    """`top_p`. 0 keeps the likeliest token, as on other servers."""
     value = fields.number("top_p", 0.0, 1.0)
-    return None if value is None else max(value, LEAST_TOP_P)
+    return None if value is None else max(value, MIN_TOP_P)
 
 
 def take_seed(fields: Fields) -> int | None:
