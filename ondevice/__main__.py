@@ -31,7 +31,7 @@ def main() -> NoReturn:
 def _as_rank() -> int | None:
     """Take this process's place among several ranks, if it has one.
 
-    Returns the exit code of a supervisor, and None for what runs the command itself.
+    Returns the exit code of a supervisor, None in a process that runs the command.
     """
     from ondevice.distributed.place import VARIABLES
 
@@ -45,7 +45,7 @@ def _as_rank() -> int | None:
 def _open_closed_streams() -> None:
     """Point each standard stream that the caller closed at the null device.
 
-    Its descriptor must not stay free: the next file opened would get it, and then receive what is printed.
+    Otherwise the next file opened would get its descriptor, and receive what is printed.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

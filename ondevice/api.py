@@ -106,14 +106,14 @@ def convert(
         force: replace an existing output.
         offline: forbid downloads.
         keep_source: keep a repository's files in the hub's cache. Otherwise its weights are converted as they
-            arrive, and none of them is stored.
-        remove_source: delete the source, a GGUF file of this disk with all its parts, once every byte of the
-            bundle is verified.
-        chat_template: a file with a Jinja template to take in place of the checkpoint's.
+            arrive and aren't stored.
+        remove_source: delete the source, a local GGUF file with all its parts, once every byte of the bundle
+            is verified.
+        chat_template: a file with a Jinja template that replaces the checkpoint's.
 
     Returns the bundle's path. Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError
-    and OSError, and DownloadError if a repository can't be read to its end; BundleError if a bundle whose
-    source is to go is damaged.
+    and OSError, DownloadError if a repository can't be read to its end, and BundleError if the bundle is
+    damaged and the source was to be removed.
     """
     from ondevice.runtime.conversion import prepare
     from ondevice.runtime.local_source import removable_source
@@ -137,7 +137,7 @@ def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> 
 
 
 def write_slice(bundle: Bundle, output: Name, *, force: bool = False) -> Path:
-    """Write a slice, which `Bundle.slice` gives, as a bundle of its own, and return its path.
+    """Write a slice, which `Bundle.slice` gives, as a separate bundle, and return its path.
 
     Raises UsageError if the output exists and `force` doesn't allow to replace it, FlashReadError for damage
     and OndeviceError if the disk refuses.
@@ -150,7 +150,7 @@ def write_slice(bundle: Bundle, output: Name, *, force: bool = False) -> Path:
 def open_model(model: Name | None, runtime: RuntimeConfig, *, sliced: bool = False) -> ResolvedModel:
     """The first part of `load`: resolve a model without reading weights.
 
-    sliced: whether a slice of a model will do, as for looking at it.
+    sliced: whether the bundle may be a slice of a model.
 
     Raises what `load` raises, except BudgetError.
     """
@@ -209,19 +209,16 @@ class Model:
 
     @property
     def replanned(self) -> Plan:
-        """The plan that the present budget would give now, beside what other models have claimed since."""
+        """The plan that the budget would give now, with what other models have claimed by now."""
         self._require_open()
         return self._engine.replanned
 
     @property
     def counters(self) -> Counters:
-        """Running totals since the model was loaded, during a generation as of its newest token.
-
-        Unlike `stats` they include scoring.
-        """
+        """Running totals since the model was loaded, scoring included; up to date at every token."""
         self._require_open()
-        found: Counters = self._owner.call(self._engine.counters, urgent=True)
-        return found
+        counters: Counters = self._owner.call(self._engine.counters, urgent=True)
+        return counters
 
     @property
     def memory_pressure(self) -> MemoryPressure:
@@ -230,7 +227,7 @@ class Model:
 
     @property
     def kernel_target(self) -> str:
-        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """What multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         return self._engine.kernel_target
 
     def generate(
@@ -244,22 +241,22 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
-        """Continue a text or token ids, or write what belongs between two texts.
+        """Continue a text or token ids, or fill the gap between two texts.
 
         Args:
             prompt: the text.
-            tokens: token ids, in its place.
-            special: whether special tokens' names in the prompt become those tokens. Pass False for text
-                that others wrote, which then can't speak for the model or end a turn.
-            suffix: the text behind a gap that the prompt stands before; what belongs between them is
-                written, with the tokens that code models have for that. Both are plain text.
-            cache_prompt: whether to go on from what an earlier text has left of the prompt, and to leave what
-                this one computes for later ones, as far as memory allows.
+            tokens: token ids, instead of a text.
+            special: whether special tokens' names in the prompt become those tokens. Pass False for text from
+                others, so that it can't speak for the model or end a turn.
+            suffix: the text after a gap that follows the prompt. The gap is filled with the tokens that code
+                models have for that. Both texts are plain text.
+            cache_prompt: whether to reuse keys and values of earlier texts that begin alike, and to keep this
+                text's for later ones, as far as memory allows.
             sampling: the options in one object.
             options: fields of SamplingConfig. The default is greedy decoding.
 
         Raises ContextOverflowError for a prompt longer than the context, InfillNotSupportedError for a suffix
-        that the model has no tokens for, UsageError, FlashReadError.
+        if the model has no tokens for it, UsageError, FlashReadError.
         """
         events = self.stream(
             prompt,
@@ -341,10 +338,10 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TokenScore | Event, None]:
-        """A `TokenScore` for each of `tokens` but the first, and for the likeliest one behind them, then the
-        events of what continues them.
+        """Yields a `TokenScore` for each of `tokens` but the first and for the likeliest token after them,
+        then the events of the text that continues them.
 
-        top: number of the likeliest tokens in each score. The scoring runs alone, as `logits` does.
+        top: number of likeliest tokens in each score. Scoring shares no passes, like `logits`.
 
         Raises ContextOverflowError for tokens that the context doesn't hold, UsageError, FlashReadError.
         """
@@ -373,12 +370,12 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
-        """The reply to a conversation, which is a list of messages, or what the user says first.
+        """The reply to a conversation: a list of messages, or what the user says first.
 
-        Nothing is kept for a next turn: a `session` does that. schema: a JSON schema that the reply obeys,
-        where it isn't calls of tools. The other arguments are those of `Session.respond` and `generate`.
+        Nothing is kept for a next turn, unlike in a `session`. schema: a JSON schema for a reply that isn't
+        calls of tools. The other arguments are those of `Session.respond` and `generate`.
 
-        Raises what these raise, and ConstraintError for a schema that can't be obeyed.
+        Raises what these raise, and ConstraintError for a schema that can't be enforced.
         """
         events = self.stream_chat(
             messages,
@@ -418,23 +415,23 @@ class Model:
         when_full: WhenFull = "stop",
         cache_prompt: bool = False,
     ) -> Session:
-        """A conversation that keeps its keys and values between turns, and goes on from those of others that
-        begin alike.
+        """A conversation that keeps its keys and values between turns, and reuses those of texts that begin
+        alike.
 
         instructions: a system message. when_full: `stop` refuses a turn that doesn't fit the context, `drop`
-        forgets the oldest turns. cache_prompt: whether its keys and values stay for later texts that begin
-        alike once it is gone, as far as memory allows.
+        forgets the oldest turns. cache_prompt: whether its keys and values outlive it, for texts that begin
+        alike, as far as memory allows.
         """
         self._require_open()
         return Session(self._host, instructions, when_full, cache_prompt)
 
     @property
     def state_bytes(self) -> int:
-        """Memory of keys and values: of texts that run, of sessions, and what texts have left for others."""
+        """Bytes of keys and values: of running texts, of sessions, and those kept for later texts."""
         return self._engine.kv.nbytes
 
     def drop_prefixes(self) -> None:
-        """Give the memory back of what texts have left with `cache_prompt`."""
+        """Free the keys and values that `cache_prompt` has kept."""
         self._require_open()
         self._host.drop_prefixes()
 
@@ -463,11 +460,11 @@ class Model:
         tokens: Iterable[int] | None = None,
         on_progress: OnCount = ignore_count,
     ) -> Score:
-        """Perplexity of a text, scored in pieces that fill a context each.
+        """Perplexity of a text, scored in pieces of one context each.
 
         Args:
             text: the text, or None for `tokens`.
-            tokens: token ids, consumed as they are needed, so that a text of any length can be scored.
+            tokens: token ids, taken as they are needed, so that a text of any length can be scored.
             on_progress: called with the number of tokens predicted so far.
 
         Raises UsageError for a text too short to score. Raises BudgetError where the budget has no room for
@@ -484,16 +481,16 @@ class Model:
         return tally.score()
 
     def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:
-        """Stats of one benchmark run over a synthetic prompt. End-of-text tokens are banned meanwhile."""
+        """Stats of one benchmark run over a synthetic prompt, with end-of-text tokens banned."""
         prompt = benchmark_prompt(prompt_tokens, self.config.vocab_size)
         ends = dict.fromkeys(self.bundle.manifest.tokenizer.eos_ids, -math.inf)
         return self.generate(tokens=prompt, max_tokens=max_tokens, logit_bias=ends).stats
 
     def set_dram_budget(self, budget: str | int) -> Plan:
-        """Change the budget and return the new plan. A running generation follows it from its next token on.
+        """Change the budget and return the new plan, which applies from the next token of a generation on.
 
-        Memory pressure may keep the model below the budget. Memory that other models have claimed by now
-        counts. Raises BudgetError, and changes nothing, if the model can't run in the budget.
+        Memory pressure may keep the model below the budget, and what other models have claimed by now counts.
+        Raises BudgetError, and changes nothing, if the model can't run in the budget.
         """
         self._require_open()
         nbytes = budget_bytes(budget, self._engine.replanned)
@@ -529,9 +526,9 @@ class Model:
         return self._host.chat_ids(messages, PromptOptions.checked(tools, think))
 
     def prompt_ids(self, prompt: str, *, special: bool = True, suffix: str | None = None) -> list[int]:
-        """Token ids that `generate` continues for the same arguments.
+        """Token ids that `generate` continues for these arguments.
 
-        A prompt longer than the context gives more ids than that, and perhaps not all of them.
+        Of a prompt longer than the context, only a few more ids than the context holds are given.
         """
         most = self.plan.max_context
         if suffix is not None:
@@ -563,7 +560,7 @@ class Model:
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, suffix: str | None
     ) -> SamplingConfig:
-        """The options of a generation, which marks of the middle end too where there is a suffix."""
+        """The options of a generation. With a suffix, the marks of the middle end it too."""
         config = sampling_options(sampling, options)
         if suffix is None:
             return config
@@ -572,10 +569,11 @@ class Model:
     def _scoring(
         self, ids: list[int], top: int, key: int
     ) -> Callable[[IsCancelled], Iterator[list[TokenScore]]]:
-        """Work that scores `ids`, piece by piece, and leaves their keys and values in the cache of `key`."""
+        """Work that yields the scores of `ids` in pieces, and leaves keys and values in the cache of
+        `key`."""
 
         def work(cancelled: IsCancelled) -> Iterator[list[TokenScore]]:
-            # On the owner thread, so that no queue fills with logits.
+            # This runs on the owner thread, so that no queue fills with logits.
             targets = iter(ids[1:])
             for logits in self._engine.logits(ids, cancelled, key):
                 following = [next(targets, int(row.argmax())) for row in logits]

@@ -11,7 +11,7 @@ from ondevice.records import dataclass
 class PromptProgress:
     """How far a prompt of `tokens` tokens has been read.
 
-    `reused_tokens`: those that weren't computed, which count as read. `seconds`: since reading began.
+    `reused_tokens`: tokens that weren't computed, which count as read. `seconds`: since reading began.
     """
 
     tokens: int
@@ -23,21 +23,21 @@ class PromptProgress:
 OnPrompt = Callable[[PromptProgress], None]
 """Called as a prompt is read: before its first pass, and after every one but the last."""
 OnProgress = Callable[[float, str], None]
-"""Called with the share that is done, from 0 to 1, and a description of the current step."""
+"""Called with the share done, from 0 to 1, and a description of the current step."""
 OnCount = Callable[[int], None]
 """Called with the number of units done, such as tokens."""
 OnBytes = Callable[[int, int], None]
 """Called with the bytes read so far and the total bytes."""
 IsCancelled = Callable[[], bool]
-"""Returns True once the work must stop. The work calls it between two of its pieces."""
+"""Returns True once the work must stop. Called between two pieces of the work."""
 
 
 def ignore_progress(fraction: float, what: str) -> None:
-    """The `OnProgress` of a caller that doesn't ask for progress."""
+    """The `OnProgress` of a caller without progress."""
 
 
 def ignore_count(count: int) -> None:
-    """The `OnCount` of a caller that doesn't ask for progress."""
+    """The `OnCount` of a caller without progress."""
 
 
 def never_cancelled() -> bool:
@@ -46,4 +46,4 @@ def never_cancelled() -> bool:
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome that its caller handles, never an error a user sees
-    """Work was cancelled between two of its pieces. What it works on is as it was before."""
+    """Work was cancelled between two pieces. Its target is as it was before."""

@@ -21,7 +21,7 @@ from ondevice.records import dataclass
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "experts"]
 SELECTING: tuple[Sparsity, ...] = ("exact", "predicted")
-"""Modes in which some of a layer's neurons are multiplied for a token."""
+"""Modes in which only some of a layer's neurons are multiplied for a token."""
 Speculation = Literal[
     "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "mtp"
 ]
@@ -57,9 +57,9 @@ GroupSize: TypeAlias = Literal[16, 32, 64]
 Scales: TypeAlias = Literal[
     "affine", "symmetric", "mxfp4", "table", "two_level", "two_level_symmetric", "two_level_table"
 ]
-"""What makes weights of codes q, with `zero` 2^(bits - 1) and a table of 16 integers:
+"""How a code q becomes a weight, with `zero` = 2^(bits - 1) and a table of 16 integers:
 
-- `affine`: `scale * q + bias`, and float16 values at 16 bits
+- `affine`: `scale * q + bias`; at 16 bits, the float16 value
 - `symmetric`: `scale * (q - zero)`
 - `mxfp4`: `scale * e2m1(q)`, with powers of two as scales
 - `table`: `scale * table[q]`
@@ -74,7 +74,7 @@ SUPER_SIZE = 256
 class RowFormat(NamedTuple):
     """How rows of weights are stored.
 
-    group_size: elements that share a scale, and a bias or minimum if there is one. 16 bits have neither.
+    group_size: elements that share a scale and, if there is one, a bias or minimum. 16 bits have neither.
     """
 
     bits: CodeBits = 4
@@ -102,27 +102,27 @@ class RowFormat(NamedTuple):
 
     @property
     def tiles_only(self) -> bool:
-        """True if matrices that are stored as tiles may have the format, and no others."""
+        """True if only matrices that are stored as tiles may have the format."""
         return self.two_levels or self.scales == "table"
 
     @property
     def zero(self) -> int:
-        """The code of 0 where scales are symmetric, at one level or two."""
+        """The code of the weight 0 with symmetric scales, of one level or two."""
         return 1 << (self.bits - 1)
 
     @property
     def low_bits(self) -> int:
-        """Bits of a code that lie apart in the low plane of slices; 0 where codes aren't divided."""
+        """Bits of a code in the low plane of slices; 0 if codes aren't divided."""
         return {4: 2, 5: 2, 6: 4, 8: 4}.get(self.bits, 0)
 
     @property
     def upper_bytes(self) -> int:
-        """Bytes that 256 elements of two levels share: d, and dmin if there is one."""
+        """Bytes of the upper level for 256 elements: d, and dmin if there is one."""
         return 4 if self.scales == "two_level" else 2
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of two levels of scales of 256 elements: `upper_bytes`, and what the groups have."""
+        """Bytes of both levels for 256 elements: `upper_bytes`, and the scales of the groups."""
         shared = self.bits == 3 or (self.scales == "two_level" and self.bits > 2)
         return self.upper_bytes + SUPER_SIZE // 64 * (3 if shared else 64 // self.group_size)
 
@@ -138,17 +138,17 @@ TILE_FORMATS: tuple[RowFormat, ...] = (
     RowFormat(4, 32, "table"),
     RowFormat(4, 32, "two_level_table"),
 )
-"""Formats of tiles alone. GGUF calls them Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS."""
+"""Formats that only tiles have. GGUF calls them Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL and IQ4_XS."""
 
 MatrixKind = Literal["qkv", "out", "head", "embedding", "feed_forward", "down", "experts", "experts_down"]
-"""Kinds of matrices. `qkv` has the parts of a layer's fused projection, `feed_forward` neurons' gate and up
-rows, `down` the down matrices of feed-forwards in slices; `experts` the gate and up matrices of experts that
-are stored as matrices, `experts_down` their down matrices; a tied head is the embedding."""
+"""Kinds of matrices. `qkv`: the parts of a layer's fused projection; `feed_forward`: neurons' gate and up
+rows; `down`: the down matrices of feed-forwards in slices; `experts`: the gate and up matrices of experts
+that are stored as matrices; `experts_down`: their down matrices. A tied head is an `embedding`."""
 MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 
 
 def matrix_name(kind: MatrixKind, layer: int | None = None, part: str = "") -> str:
-    """The name in a manifest of a kind's matrices, of those of one layer, or of one part of `qkv`.
+    """A manifest's name of matrices of a kind: of all layers or one, and of all parts of `qkv` or one.
 
     `qkv`, `layers.3.qkv`, `qkv.v` or `layers.3.qkv.v`, with a part of `ModelConfig.projection_sizes`.
     """
@@ -156,7 +156,7 @@ def matrix_name(kind: MatrixKind, layer: int | None = None, part: str = "") -> s
 
 
 def format_order(name: str) -> tuple[int, int, str]:
-    """Sorts names of `matrix_name`: of all layers, then layer by layer; kinds in their order, then parts."""
+    """Sort key of a `matrix_name`: all layers first, then by layer; within them by kind, then by part."""
     *layer, rest = name.removeprefix("layers.").split(".", 1) if name.startswith("layers.") else (name,)
     kind, _, part = rest.partition(".")
     return int(layer[0]) if layer else -1, MATRIX_KINDS.index(cast(MatrixKind, kind)), part
@@ -164,29 +164,28 @@ def format_order(name: str) -> tuple[int, int, str]:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How a model's weights are stored: with `bits` bits in groups of 64, but for what `formats` names.
+    """How a model's weights are stored: with `bits` bits in groups of 64, except for `formats`.
 
-    formats: of matrices that differ, by `matrix_name`, in `format_order`. There are none at 16 bits.
-    Gate and up rows of neurons that have records of their own have `bits` bits too, as down rows always have
-    them in groups of 64.
+    formats: the formats of other matrices, by `matrix_name`, in `format_order`; none at 16 bits. Gate and up
+    rows of neurons with separate records have `bits` bits too. Down rows always have them, in groups of 64.
     """
 
     bits: Bits = 4
     formats: tuple[tuple[str, RowFormat], ...] = ()
 
     def of(self, kind: MatrixKind, layer: int | None = None, part: str = "") -> RowFormat:
-        """The format of a matrix: that of the closest name, a layer's before a part's."""
+        """The format of a matrix: that of its most specific name, where a layer counts before a part."""
         names = (kind, layer, part), (kind, layer, ""), (kind, None, part), (kind, None, "")
         formats = (self._by_name.get(matrix_name(*name)) for name in names)
         return next((stored for stored in formats if stored is not None), self.plain)
 
     def formats_of(self, kind: MatrixKind) -> tuple[RowFormat, ...]:
-        """The formats that a kind's matrices may have in some layer or part, that of most first."""
+        """The formats that a kind's matrices have in any layer or part, the kind's general one first."""
         named = (stored for name, stored in self.formats if kind in name.split("."))
         return tuple(dict.fromkeys((self.of(kind), *named)))
 
     def layer_formats(self, layer: int) -> tuple[tuple[str, RowFormat], ...]:
-        """The formats that are named for this layer, by their names without it."""
+        """The formats that are named for a layer, by name without the layer."""
         prefix = f"layers.{layer}."
         return tuple(
             (name.removeprefix(prefix), stored) for name, stored in self.formats if name.startswith(prefix)
@@ -202,7 +201,7 @@ class QuantConfig:
 
     @property
     def plain(self) -> RowFormat:
-        """The format of all that `formats` doesn't name, and of neurons' down rows."""
+        """The format of matrices that `formats` doesn't name, and of neurons' down rows."""
         return RowFormat(self.bits)
 
     @property
@@ -220,16 +219,16 @@ class QuantConfig:
 
 
 AUTO_QUANT = "auto"
-"""The quantisation that fits a checkpoint: that of its own codes, or q4 for floating-point weights."""
+"""The quantisation that fits a checkpoint: that of its codes, or q4 for floating-point weights."""
 
 MAX_THREADS = 256
-"""Most compute threads. A larger number is taken for a slip, and each thread needs memory of its own."""
+"""Most compute threads. A larger number is probably a mistake, and each thread takes memory."""
 MAX_CONTEXT = 1 << 24
 """Most tokens of a prompt or conversation."""
 MAX_PREFILL_CHUNK = 1 << 16
 """Most prompt tokens per forward pass."""
 MAX_PARALLEL = 16
-"""Most texts that share forward passes: as many rows as a pass has that counts as decoding."""
+"""Most texts that share forward passes: the most rows of a decode pass."""
 MAX_PASS_SECONDS = 60.0
 """Most seconds for `pass_seconds`."""
 
@@ -279,8 +278,8 @@ class RuntimeConfig:
     predictor_recall: float = 0.95
     """Share of the firing neurons that `predicted` aims to find; one of the values measured in the bundle."""
     experts: int = 0
-    """Experts that each token chooses in a layer, where these are fewer than the model's own, which changes
-    the text. 0 means the model's own."""
+    """Experts that each token chooses in a layer. Fewer than the model's change the text. 0 means the
+    model's."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
@@ -289,29 +288,29 @@ class RuntimeConfig:
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
     room for that, 0 means as many as fit, down to 512."""
     context_share: float = 0.0
-    """Share of the budget that keys and values of a longer context may take where `max_context` is 0, up to
-    the model's own limit. No mode changes for it. Of the budget `auto` it is the share of what is planned,
+    """Share of the budget that keys and values of a context beyond the default may take if `max_context` is
+    0, up to the model's limit. It changes no mode. Of the budget `auto` it is the share of what is planned,
     and no more bytes than the weights have. 0: no longer context."""
     prefill_chunk: int = 0
-    """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, and 512 of
-    a model with experts, whose passes read each of these once."""
+    """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it. 0 means 256, or 512 for
+    a model with experts, as a pass reads each expert once."""
     parallel: int = 1
-    """Most generations that run at once and share forward passes. It is 1 where a text would depend on those
-    beside it: on a backend whose rows don't keep their bits in company."""
+    """Most generations that run at once and share forward passes. It is 1 on a backend whose rows depend on
+    the other rows of a pass, as a text would then depend on other texts."""
     pass_seconds: float = 0.5
-    """Seconds that a forward pass over prompts takes at most, unless it has 32 tokens, as other generations
-    wait for it. It has an effect with `parallel` above 1, where all weights are in memory and none are of
-    experts, and none on the text. 0 means no limit."""
+    """Most seconds of a forward pass over prompts of more than 32 tokens, as other generations wait for it.
+    It has an effect with `parallel` above 1 if all weights are in memory and none are of experts; it never
+    changes the text. 0 means no limit."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
     prompt_cache: str | os.PathLike[str] = ""
-    """Folder in which the state behind texts is kept on disk, so that their beginnings needn't be computed
-    again. Empty: none is kept."""
+    """Folder that keeps the state of texts, so that later texts that begin alike needn't compute it. Empty:
+    none is kept."""
     prompt_cache_bytes: str | int = "10GB"
     """Most bytes of all files in `prompt_cache`. The least recently used ones go first."""
     chat_template: str | os.PathLike[str] = ""
-    """File with a Jinja template to take in place of the model's own. Empty: the model's."""
+    """File with a Jinja template that replaces the model's. Empty: the model's."""
     date: str = ""
-    """Day that chat templates take for today, as YYYY-MM-DD. Empty: today."""
+    """Day that chat templates use as today, as YYYY-MM-DD. Empty: today."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -352,7 +351,7 @@ class RuntimeConfig:
 
     @property
     def day(self) -> datetime.date | None:
-        """The day that chat templates take for today; None for today's. Raises UsageError."""
+        """The day that chat templates use as today; None for the current day. Raises UsageError."""
         if not self.date:
             return None
         try:
@@ -364,7 +363,7 @@ class RuntimeConfig:
 
 
 def _is_path(value: str | os.PathLike[str]) -> bool:
-    """True for what the system can look up."""
+    """True if the system can look the path up."""
     try:
         return b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -390,7 +389,7 @@ def _runtime_choices() -> dict[str, tuple[Any, ...]]:
 MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0. No finite logit divided by it overflows."""
 MAX_TOP_LOGPROBS = 20
-"""Most likely tokens whose log-probabilities a generation gives beside a token's own."""
+"""Most tokens whose log-probabilities a generation gives in addition to each token's."""
 MAX_BIAS = 1e9
 """Largest finite bias of a logit. It exceeds the spread of any model's logits, and nothing overflows."""
 
@@ -428,23 +427,24 @@ class SamplingConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that the text behind the prompt has it."""
+    """Taken from a token's logit for each time that it occurs after the prompt."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the text behind the prompt has, once."""
+    """Taken once from the logit of each token that occurs after the prompt."""
     repeat_last_n: int = -1
-    """Number of newest tokens, the prompt's too, that all penalties look at; -1: all, 0: none."""
+    """Number of newest tokens, prompt included, that all penalties look at; -1: all, 0: none."""
     seed: int | None = None
     """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs (token id, bias added to its logit). A bias of -inf bans the token."""
     stop: tuple[str, ...] = field(default=())
     end_tokens: tuple[int, ...] = ()
-    """Token ids that end the text, beside the model's own end-of-text tokens. They don't belong to it."""
+    """Token ids that end the text, besides the model's end-of-text tokens. They aren't part of it."""
     max_tokens: int = 256
     top_logprobs: int | None = None
-    """Likeliest tokens whose log-probabilities each event has beside its own token's. None: it has none."""
+    """Number of likeliest tokens whose log-probabilities each event has besides its token's. None: events
+    have no log-probabilities."""
     constraint: Constraint | None = None
-    """What the text, or in a conversation the reply, has to obey. None: nothing."""
+    """What the text, or the reply in a conversation, has to obey. None: nothing."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value of the wrong type or out of range."""
@@ -489,12 +489,12 @@ class SamplingConfig:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if logits depend on how often the text behind the prompt has a token."""
+        """True if logits depend on how often tokens occur after the prompt."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def penalises(self) -> bool:
-        """True if logits depend on the tokens before, by any penalty."""
+        """True if logits depend on earlier tokens by any penalty."""
         return self.repeat_last_n != 0 and (self.repetition_penalty != 1.0 or self.counts_tokens)
 
     def seeded(self) -> SamplingConfig:

@@ -12,7 +12,7 @@ from types import TracebackType
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 START_AGAIN = 256
-"""Code, beyond all exit codes, of a command line that is to be run again in a process of its own."""
+"""Code beyond all exit codes: the command line is to be run again in a new process."""
 
 
 _COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
@@ -30,8 +30,8 @@ _SWITCHES = ("force", "resume", "offline", "replace", "keep_source", "remove_sou
 class OndeviceError(Exception):
     """Base of every error this package raises on purpose. The message names value, limit and remedy.
 
-    Messages are written with command-line flags, and `for_command_line` returns them so. `str(error)`
-    replaces flags with Python parameters: `max_context=512` for `--max-context 512`.
+    Messages are written with command-line flags, as `for_command_line` returns them. `str(error)` replaces
+    flags with Python parameters: `max_context=512` for `--max-context 512`.
     """
 
     exit_code = 1
@@ -58,7 +58,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 class StartAgainError(Exception):
-    """A command has converted its model. It is to start again, as what a conversion needs stays in memory."""
+    """A command has converted its model and is to start again, to free the conversion's memory."""
 
 
 class UsageError(OndeviceError, ValueError):
@@ -68,13 +68,13 @@ class UsageError(OndeviceError, ValueError):
 
 
 class InfillNotSupportedError(UsageError):
-    """A middle was asked of a model whose tokenizer has no tokens that mark one."""
+    """The model can't fill a gap: its tokenizer has no tokens that mark one."""
 
 
 class ConstraintError(OndeviceError):
     """A schema, pattern or grammar that can't be enforced, or takes more than its share of memory or time.
 
-    `keyword` is the keyword of a JSON schema that isn't supported, where one is at fault.
+    `keyword` is the unsupported keyword of a JSON schema, if one is at fault.
     """
 
     exit_code = 2
@@ -103,7 +103,7 @@ class UnsupportedModelError(OndeviceError):
 class ContextOverflowError(OndeviceError):
     """The prompt alone is longer than the context.
 
-    `tokens` is the prompt's number of tokens, as far as it was read, and `limit` the context's; 0: not known.
+    `tokens` counts the prompt's tokens, as far as it was read; `limit` is the context's. 0: unknown.
     """
 
     exit_code = 4
@@ -155,7 +155,7 @@ class TextChangedError(OndeviceError):
 
 
 class WrongThreadError(OndeviceError):
-    """A loaded model was used on a thread that doesn't own it: a bug in this package, not in the caller."""
+    """A loaded model was used on a thread that doesn't own it: a bug in this package."""
 
 
 NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
@@ -197,7 +197,7 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turn the system's refusal of memory or file descriptors into OndeviceError; no plan can foresee it."""
+    """Turn the system's refusal of memory or file descriptors into OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:
@@ -212,8 +212,8 @@ def system_refusals() -> Iterator[None]:
 
 
 def json_fault(error: Exception) -> str:
-    """What is wrong with a text that `json` refused, as at most 200 characters for a message."""
-    # Of numbers of thousands of digits Python says which of its functions to call.
+    """What is wrong with a text that `json` refused, in at most 200 characters."""
+    # Python's message about huge numbers names one of its functions to call.
     if "int_max_str_digits" in str(error):
         return "a number has thousands of digits"
     return str(error)[:200]
@@ -222,8 +222,8 @@ def json_fault(error: Exception) -> str:
 class LibraryErrors:
     """A context in which what a library raises on bad input becomes an error of this package.
 
-    Libraries raise plain Exception, and for failed checks in Rust a PanicException. That one derives from
-    BaseException and can't be imported, so it is recognised here by name rather than in an `except`.
+    Libraries raise plain Exception, and for failed checks in Rust a PanicException, which derives from
+    BaseException and can't be imported. It is recognised by name.
     """
 
     def __init__(self, error_of: Callable[[str], OndeviceError]) -> None:

@@ -1,4 +1,4 @@
-"""From prompt tokens to text: the only decode loop. It knows nothing of files, budgets, threads or chat.
+"""From prompt tokens to text: the only decode loop, without files, budgets, threads or chat.
 
 The part of a prompt that the cache lacks runs in chunks of a fixed size. Then tokens are sampled, turned into
 text and fed back, one at a time or with draft tokens, which the forward pass verifies.
@@ -46,15 +46,15 @@ class Event:
     """One step of a generation: a token and the text it completed. The last event says how it ended.
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
-    `thinking`: in a conversation, whether the text isn't the reply but what the model thought before it.
-    `tool_call`: in a conversation with tools, a call that is complete; its event has no text. `call_part`: a
-    part of one that isn't complete yet, where its arguments are JSON.
-    In a conversation an event may have no token of its own, because one token can complete several things.
-    `logprob` and `top_logprobs` are as `log_probabilities` has them, where `top_logprobs` was asked for.
+    `thinking`: whether the text is what the model thinks before its reply in a conversation.
+    `tool_call`: a complete call of a tool; its event has no text. `call_part`: a part of an incomplete call,
+    where its arguments are JSON. In a conversation an event may have no token, as one token can complete
+    several things.
+    `logprob` and `top_logprobs` are as `log_probabilities` gives them, if `top_logprobs` is set.
     `held`: how many of the newest tokens have shown nothing of their text yet, as it may begin a stop string;
-    of the last event, how many lie behind a stop string's beginning.
-    `prompt`: of the first event, what the prompt came to, unless the first event is the last one too.
-    The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and as `stop` the
+    of the last event, how many follow the beginning of a stop string.
+    `prompt`: of the first event, the prompt's tokens, unless the first event is also the last.
+    The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and `stop` is the
     stop string that ended the text, if one did.
     """
 
@@ -73,10 +73,10 @@ class Event:
 
 
 Steps: TypeAlias = abc.Generator[Event | PassRequest, PassResult | None, T]
-"""A generation in steps: its events, and the passes that it asks for.
+"""A generation in steps: its events and the passes that it needs.
 
-What is sent back answers a pass: its result, or None if its keys and values had to go. They are then computed
-again.
+What is sent back for a pass is its result, or None if the keys and values had to go; the generation then
+computes them again.
 """
 
 
@@ -84,12 +84,11 @@ again.
 class Generator:
     """A transformer with the parts that turn its logits into text.
 
-    `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
-    `before_pass` runs before every
-    forward pass and may change how much memory the model has. `restore` extends a cache that holds a prefix
-    of tokens by what is stored of them elsewhere, and stops between two pieces. `most_texts` may share
-    passes, of up to `equal_rows` rows, in which each keeps its bits, and prompts have their share by
-    `pass_seconds`. Results have `labels`' text fields.
+    `eos_ids` end a text and don't belong to it. Without a tokenizer, events have token ids and no text.
+    `before_pass` runs before every forward pass and may change how much memory the model has. `restore`
+    extends a cache that holds a prefix of tokens by what is stored elsewhere, and yields between two pieces.
+    Up to `most_texts` texts share passes of at most `equal_rows` rows, in which each text keeps its bits;
+    `pass_seconds` bounds the share of prompts. Stats have the text fields of `labels`.
     """
 
     transformer: Transformer
@@ -116,13 +115,13 @@ class Generator:
         cancelled: IsCancelled | None = None,
         constrained: Constrained | None = None,
     ) -> Iterator[Event]:
-        """Continue `prompt` (token ids), reusing the part of it that kv holds.
+        """Yields the events of a text that continues `prompt` (token ids): one per token, then the last one.
 
-        constrained: follows the text where `sampling.constraint` is set.
+        constrained: follows the text if `sampling.constraint` is set.
 
-        Yields one event per token, then the last event. Afterwards kv holds the prompt and all but the newest
-        token, so that the next turn can reuse them. The finish reason is `stop` (end of text, stop string),
-        `length` (max_tokens, full context) or `cancelled`, at most a layer after `cancelled()` turns True.
+        The part of the prompt that kv holds is reused. Afterwards kv holds the text without its newest token,
+        for the next turn. The finish reason is `stop` (end of text, stop string), `length` (max_tokens, full
+        context) or `cancelled`, at most a layer after `cancelled()` turns True.
 
         Before anything is computed, raises ContextOverflowError for a prompt longer than the context and
         UsageError for an empty one. Raises what a pass raises.
@@ -131,14 +130,14 @@ class Generator:
 
     @cached_property
     def passes(self) -> SharedPasses:
-        """What answers the passes that `steps` ask for."""
+        """Runs the passes that `steps` need."""
         most_rows = max(self.prefill_chunk, self.most_texts)
         draft = None if self.drafting is None else partial(_drafted, self.drafting)
         parts = self.transformer, self.before_pass
         return SharedPasses(*parts, most_rows, draft, self.equal_rows, self.pass_seconds)
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
-        """The events of one text whose passes are its own."""
+        """The events of one text that shares no passes."""
         try:
             while True:
                 item = next(steps)
@@ -150,12 +149,12 @@ class Generator:
         finally:
             steps.close()
 
-    def _after(self, asked: PassRequest, steps: Steps[None]) -> Event | PassRequest:
-        """What follows the pass `asked`, whose result nothing here holds while the next one runs."""
-        found = self.passes.alone(asked)
-        if isinstance(found, Exception):
-            return steps.throw(found)
-        return steps.send(found if isinstance(found, PassResult) else None)
+    def _after(self, request: PassRequest, steps: Steps[None]) -> Event | PassRequest:
+        """The next item of `steps` after a pass. The pass's result is free before the next pass runs."""
+        result = self.passes.alone(request)
+        if isinstance(result, Exception):
+            return steps.throw(result)
+        return steps.send(result if isinstance(result, PassResult) else None)
 
     def steps(
         self,
@@ -165,9 +164,9 @@ class Generator:
         cancelled: IsCancelled | None = None,
         constrained: Constrained | None = None,
     ) -> Steps[None]:
-        """`stream`, where the caller answers the passes, so that texts can share them.
+        """`stream`, where the caller runs the passes, so that texts can share them.
 
-        `cancelled()` is then seen before every pass, and within those that are its own.
+        `cancelled()` is checked before every pass, and within passes that aren't shared.
         """
         check_prompt(prompt, self.max_context, self.transformer.config.max_context)
         sampling = sampling.seeded()
@@ -182,7 +181,7 @@ class Generator:
         rows: int,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
-        """Logits at every token, in pieces of (at most `rows`, V). `tokens` are appended to kv.
+        """Yields the logits at every token in pieces of (at most `rows`, V), and appends `tokens` to kv.
 
         Raises ContextOverflowError if they don't fit the context, Cancelled, and what a pass raises.
         """
@@ -205,7 +204,7 @@ class Generator:
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         text = _Text(self.tokenizer, sampling.stop, history, constrained is not None)
         ends = self.eos_ids.union(sampling.end_tokens)
-        written = _Continuation(history, room, text, sampling, ends, constrained)
+        generation = _Generation(history, room, text, sampling, ends, constrained)
         try:
             kv.truncate(common_prefix(kv.tokens, history[:-1]))
             held = kv.length
@@ -214,177 +213,176 @@ class Generator:
             meter.reused = kv.length
             kv.mark_prompt(prompt_tokens)
             meter.restored = max(0, meter.reused - held)
-            prefilled = yield from self._prefill(written, kv, meter, cancelled)
+            prefilled = yield from self._prefill(generation, kv, meter, cancelled)
             meter.prefilled(prompt_tokens)
-            written.prompt = PromptUse(prompt_tokens, meter.reused)
+            generation.prompt = PromptUse(prompt_tokens, meter.reused)
             if room:
-                self._draw(written, self._last_logits(prefilled), meter, written.drafted)
+                self._draw(generation, self._last_logits(prefilled), meter, generation.drafted)
             last = plain(history[prompt_tokens - 1])
-            self._observe(written, PassOutcome(last, [0], prefilled.output, None, written.ended))
-            # Its hidden states aren't planned beside those of another pass.
+            self._observe(generation, PassOutcome(last, [0], prefilled.output, None, generation.ended))
+            # The plan has no memory for its hidden states during another pass.
             del prefilled
             while True:
-                yield from self._catch_up(written, kv, meter, cancelled)
-                yield from written.events(meter)
-                if written.ended:
+                yield from self._catch_up(generation, kv, meter, cancelled)
+                yield from generation.events(meter)
+                if generation.ended:
                     break
-                yield from self._decode(written, kv, meter, cancelled)
+                yield from self._decode(generation, kv, meter, cancelled)
         except Cancelled:
-            written.reason = "cancelled"
+            generation.reason = "cancelled"
         except OndeviceError:
             # Tokens drawn before the error belong to the text all the same.
-            yield from written.events(meter)
+            yield from generation.events(meter)
             raise
         finally:
-            drafting = self._let_go(written)
+            drafting = self._let_go(generation)
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
-            context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
+            context_full=generation.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
             drafting=drafting,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         rest, matcher = text.finish(), text.matcher
-        yield Event(rest, None, written.reason, stats, stop=matcher.matched, held=matcher.held)
+        yield Event(rest, None, generation.reason, stats, stop=matcher.matched, held=matcher.held)
 
     def _decode(
-        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
+        self, generation: _Generation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[None]:
-        """Run one forward pass over the newest token and a draft behind it, and write the resulting tokens.
+        """Run one forward pass over the newest token and a draft after it, and add the accepted tokens.
 
-        kv then holds the text without its newest token. After an exception it holds what it held before.
+        Afterwards kv holds the text without its newest token; after an exception, what it held before.
         """
-        start, root = len(written.history) - 1, written.history[-1]
-        text, draft = self._drafted_text(written), plain(root)
+        start, root = len(generation.history) - 1, generation.history[-1]
+        text, draft = self._drafted_text(generation), plain(root)
         answer: PassResult | None = None
         if kv.length == start:
-            asked = DraftRequest(text, root, kv, self.max_context - start, written.room, cancelled)
-            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, draft_request=asked)
+            request = DraftRequest(text, root, kv, self.max_context - start, generation.room, cancelled)
+            answer = yield PassRequest(ForwardBatch([root]), kv, start, cancelled, draft_request=request)
         if answer is None:
-            # The keys and values were given up for those of other texts.
-            answer = yield from self._prefill(written, kv, meter, cancelled)
+            # The keys and values made room for those of other texts.
+            answer = yield from self._prefill(generation, kv, meter, cancelled)
             verified, text = draft, None
         else:
             meter.passes += 1
             verified = draft = draft if text is None else text.draft
-        started, found = time.perf_counter(), answer.output
+        started, output = time.perf_counter(), answer.output
         path: list[int] = []
-        logits = _Logits(self.transformer, found.hidden, verified, answer.logits)
+        logits = _Logits(self.transformer, output.hidden, verified, answer.logits)
         try:
-            path = verify(verified, lambda node: self._draw(written, logits.behind(node), meter, text))
+            path = verify(verified, lambda node: self._draw(generation, logits.after(node), meter, text))
         finally:
-            # A budget that changed meanwhile may have taken its memory: the next pass computes it again.
+            # A lower budget may have taken the memory of kv: the next pass computes it again.
             if kv.length > start:
                 self.transformer.keep(kv, start, path)
         if len(draft) > 1:
             self.transformer.accept(answer.batch, [answer.first + node for node in path])
         if text is not None:
-            drawing = time.perf_counter() - started
-            self._observe(written, PassOutcome(verified, path, found, answer.seconds, written.ended, drawing))
+            drawing, ended = time.perf_counter() - started, generation.ended
+            self._observe(generation, PassOutcome(verified, path, output, answer.seconds, ended, drawing))
 
-    def _drafted_text(self, written: _Continuation) -> DraftedText | None:
-        """The text as what drafts for it knows it; None if nothing does."""
-        if written.drafted is None and self.drafting is not None:
-            settings = (written.sampling, written.constrained, written.prompt_tokens)
-            written.drafted = self.drafting.begin(written.history, *settings)
-        return written.drafted
+    def _drafted_text(self, generation: _Generation) -> DraftedText | None:
+        """What the drafters know of the text; None if nothing drafts."""
+        if generation.drafted is None and self.drafting is not None:
+            settings = (generation.sampling, generation.constrained, generation.prompt_tokens)
+            generation.drafted = self.drafting.begin(generation.history, *settings)
+        return generation.drafted
 
-    def _observe(self, written: _Continuation, outcome: PassOutcome) -> None:
-        if written.drafted is not None and self.drafting is not None:
-            self.drafting.observe(written.drafted, outcome)
+    def _observe(self, generation: _Generation, outcome: PassOutcome) -> None:
+        if generation.drafted is not None and self.drafting is not None:
+            self.drafting.observe(generation.drafted, outcome)
 
-    def _let_go(self, written: _Continuation) -> DraftStats:
-        """Free what drafted for a text. Returns its stats."""
-        if written.drafted is None or self.drafting is None:
+    def _let_go(self, generation: _Generation) -> DraftStats:
+        """Free the memory of a text's drafts. Returns their stats."""
+        if generation.drafted is None or self.drafting is None:
             return DraftStats()
-        found = self.drafting.stats(written.drafted)
-        self.drafting.end(written.drafted)
-        return found
+        stats = self.drafting.stats(generation.drafted)
+        self.drafting.end(generation.drafted)
+        return stats
 
-    def _last_logits(self, found: PassResult) -> Float32:
-        """Logits (V,) behind the last row of a pass. Raises BundleError if they aren't finite."""
-        if found.logits is None:
-            row: Float32 = self.transformer.checked_logits(found.output.hidden)[0]
+    def _last_logits(self, result: PassResult) -> Float32:
+        """Logits (V,) after the last row of a pass. Raises BundleError if they aren't finite."""
+        if result.logits is None:
+            row: Float32 = self.transformer.checked_logits(result.output.hidden)[0]
             return row
-        self.transformer.check_finite(found.logits)
-        row = found.logits[0]
+        self.transformer.check_finite(result.logits)
+        row = result.logits[0]
         return row
 
     def _draw(
-        self, written: _Continuation, logits: Float32, meter: Meter, text: DraftedText | None
+        self, generation: _Generation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
-        """Draw the text's next token and write it. Returns None if the text ends here, or has to wait."""
-        constrained, history = written.constrained, written.history
+        """Draw the text's next token, add it and return it; None if the text ends or has to wait."""
+        constrained, history = generation.constrained, generation.history
         if constrained is not None and not constrained.is_ready():
-            written.waiting = logits.copy()
+            generation.waiting = logits.copy()
             if text is not None:
-                text.disable()  # It begins anew, with the token that has to wait.
+                text.disable()  # Drafting begins anew with the token that has to wait.
             return None
         allowed = None if constrained is None else constrained.allowed()
-        token = sample(logits, written.sampling, len(history), history, allowed, written.prompt_tokens)
+        token = sample(logits, generation.sampling, len(history), history, allowed, generation.prompt_tokens)
         meter.sampled += 1
         if text is not None:
             text.drew(token, logits)
-        top = written.sampling.top_logprobs
+        top = generation.sampling.top_logprobs
         if top is None:
-            written.add(token)
+            generation.add(token)
         else:
-            written.add(token, *log_probabilities(logits, token, top))
-        return None if written.ended else token
+            generation.add(token, *log_probabilities(logits, token, top))
+        return None if generation.ended else token
 
     def _catch_up(
-        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
+        self, generation: _Generation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[None]:
-        """Follow a text's constraint anew where shared limits have ended that, and draw what waits for it.
+        """Follow a text's constraint anew if shared limits ended its matcher, then draw the waiting token.
 
-        Tokens drawn before are handed out first: it takes several passes of other texts.
+        Earlier tokens are handed out first, as this takes several passes of other texts.
         """
-        if written.constrained is None or not written.constrained.is_behind:
+        if generation.constrained is None or not generation.constrained.lags:
             return
-        yield from written.events(meter)
-        for _ in written.constrained.catch_up():
+        yield from generation.events(meter)
+        for _ in generation.constrained.catch_up():
             yield no_pass(kv, cancelled)
-        if written.constrained.is_complete:
-            written.reason, written.ended = "stop", True
-        logits, written.waiting = written.waiting, None
-        if logits is not None and not written.ended:
-            self._draw(written, logits, meter, None)
+        if generation.constrained.is_complete:
+            generation.reason, generation.ended = "stop", True
+        logits, generation.waiting = generation.waiting, None
+        if logits is not None and not generation.ended:
+            self._draw(generation, logits, meter, None)
 
     def _prefill(
-        self, written: _Continuation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
+        self, generation: _Generation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[PassResult]:
-        """Bring kv, which holds the beginning of a text, to hold all of it.
+        """Run the tokens of a text that kv lacks. Returns the result of the last one.
 
-        Returns the result of its last token, which always runs, because it isn't stored. Chunks done before a
-        cancellation stay.
+        The last token always runs, because its result isn't stored. Chunks done before a cancellation stay.
         """
-        self._drafted_text(written)
+        self._drafted_text(generation)
         while True:
-            text, start = written.history, kv.length
-            chunk = text[start : kv.end_of_chunk(self._end_of_pass(start, written.prompt_tokens))]
+            text, start = generation.history, kv.length
+            chunk = text[start : kv.end_of_chunk(self._end_of_pass(start, generation.prompt_tokens))]
             last = start + len(chunk) == len(text)
             batch = ForwardBatch(chunk, last_only=True, silent=not last)
             if not meter.sampled:
-                # What was kept may have had to go while the prompt waited for a pass.
+                # Reused keys and values may have gone while the prompt waited for a pass.
                 meter.reused = min(meter.reused, start)
-            found = yield PassRequest(batch, kv, start, cancelled, True, len(text) - start, logits=last)
-            if found is None:
+            result = yield PassRequest(batch, kv, start, cancelled, True, len(text) - start, logits=last)
+            if result is None:
                 continue
             meter.passes += 1
-            if written.drafted is not None and self.drafting is not None:
-                self.drafting.read(written.drafted, found.output)
-            whole = found.rows == self.prefill_chunk and start % self.prefill_chunk == 0
-            if whole and start == kv.chunked and kv.states is None:
+            if generation.drafted is not None and self.drafting is not None:
+                self.drafting.read(generation.drafted, result.output)
+            full_chunk = result.rows == self.prefill_chunk and start % self.prefill_chunk == 0
+            if full_chunk and start == kv.chunked and kv.states is None:
                 kv.chunked = start + self.prefill_chunk
-            if last and found.rows == len(chunk):
-                return found
-            # Its hidden states aren't planned beside those of the next pass.
-            del found
+            if last and result.rows == len(chunk):
+                return result
+            # The plan has no memory for its hidden states during the next pass.
+            del result
 
     def _end_of_pass(self, start: int, prompt_tokens: int) -> int:
-        """Where a pass from position `start` on may end, of a text that begins with a prompt.
+        """Last position, exclusive, of a pass that begins at `start`.
 
-        What followed the prompt was computed in few rows, and is again, where more give other bits.
+        Where results depend on the number of rows, tokens after the prompt run in few rows, as in decoding.
         """
         stop = start + self.prefill_chunk
         if self.prefill_chunk <= self.equal_rows:
@@ -393,21 +391,21 @@ class Generator:
 
 
 def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
-    """Each text's token with its draft, of at most `rows` rows together, for the requests of a pass."""
-    found: list[Drafted | Cancelled] = []
-    asked = [request.draft_request for request in requests]
-    for draft, (text, *_) in zip(drafting.propose(asked, rows), asked, strict=True):
+    """The token and draft of each text in a pass, of at most `rows` rows together."""
+    drafts: list[Drafted | Cancelled] = []
+    draft_requests = [request.draft_request for request in requests]
+    for draft, (text, *_) in zip(drafting.propose(draft_requests, rows), draft_requests, strict=True):
         if isinstance(draft, Cancelled):
-            found.append(draft)
+            drafts.append(draft)
             continue
         tree = draft.tree if len(draft) > 1 else None
         batch = ForwardBatch(draft.tokens, tree, drafted=range(1, len(draft)))
-        found.append(Drafted(batch, None if text is None else text.streamed))
-    return found
+        drafts.append(Drafted(batch, None if text is None else text.streamed))
+    return drafts
 
 
 def watched(steps: Steps[None], see: Callable[[Any], None], kind: type = Event) -> Steps[None]:
-    """`steps`, whose items of this kind are shown to `see` before they are handed out."""
+    """`steps`, with `see` called for every item of this kind before it is handed out."""
     answer: PassResult | None = None
     error: OndeviceError | Cancelled | None = None
     with closing(steps):
@@ -453,7 +451,7 @@ def token_stream(tokens: Iterable[int]) -> Iterator[int]:
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:
     """Raises UsageError for an empty prompt, ContextOverflowError if it doesn't fit max_context.
 
-    limit: the model's own longest context, for the message. wanted: tokens that must fit behind the prompt.
+    limit: the model's longest context, for the message. wanted: tokens that must fit after the prompt.
     """
     tokens = len(prompt)
     if not tokens:
@@ -480,20 +478,20 @@ def check_context(tokens: int, max_context: int) -> None:
 
 
 class _Logits:
-    """Logits behind the nodes of a forward pass's draft, computed on demand.
+    """Logits after the nodes of a pass's draft, computed when they are needed.
 
-    The head is a large matrix, so one product also covers the nodes that will likely be needed next.
+    The head is a large matrix, so one product also covers the nodes that are likely to be needed next.
     """
 
     def __init__(
         self, transformer: Transformer, hidden: Array, draft: Draft, known: Float32 | None = None
     ) -> None:
-        """hidden: (n, D) hidden states, one row per node. known: (1, V) logits behind the root, if known."""
+        """hidden: (n, D) hidden states, one row per node. known: (1, V) logits after the root, if known."""
         self._transformer, self._hidden, self._draft = transformer, hidden, draft
         self._rows: dict[int, Float32] = {} if known is None else {0: known}
 
-    def behind(self, node: int) -> Float32:
-        """(V,) logits of the token behind `node`. Raises BundleError if they aren't finite."""
+    def after(self, node: int) -> Float32:
+        """(V,) logits of the token after `node`. Raises BundleError if they aren't finite."""
         if node not in self._rows:
             nodes, hidden, backend = [node], self._hidden, self._transformer.backend
             if len(self._draft) > 1:
@@ -502,41 +500,44 @@ class _Logits:
             logits = backend.to_numpy(self._transformer.logits(hidden))
             self._rows = {each: logits[row : row + 1] for row, each in enumerate(nodes)}
         rows = self._rows[node]
-        # Only the rows that the text uses are checked: plain decoding would never see the others.
+        # Only rows that the text uses are checked; plain decoding never computes the others.
         self._transformer.check_finite(rows)
         row: Float32 = rows[0]
         return row
 
 
 class _Text:
-    """Token ids in, printable text out, cut before the first stop string. Without a tokenizer: no text."""
+    """Turns token ids into text, cut before the first stop string. Without a tokenizer there is no text."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], prompt: Sequence[int], whole: bool
+        self,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str],
+        prompt: Sequence[int],
+        keep_leading_space: bool,
     ) -> None:
-        """whole: whether a space at the start of the text is kept in any case."""
         self._detokenizer = None
         if tokenizer is not None:
-            # A continuation keeps its leading space. A prompt of special tokens alone is no text to continue.
-            opens_text = not whole and not any(tokenizer.token_bytes(token) for token in prompt)
+            # Text that continues a prompt keeps its leading space; special tokens alone are no such prompt.
+            opens_text = not keep_leading_space and not any(tokenizer.token_bytes(token) for token in prompt)
             self._detokenizer = StreamingDetokenizer(tokenizer, at_start=opens_text)
         self.matcher = StopMatcher(stops)
-        """Knows the stop string that ended the text, and how many tokens' texts are held back."""
+        """Has the stop string that ended the text, and the number of tokens whose text is held back."""
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that this token completed, and True if a stop string ended the text."""
+        """The text that this token completes, and whether a stop string ended the text."""
         if self._detokenizer is None:
             return "", False
         return self.matcher.add(self._detokenizer.add(token)), self.matcher.stopped
 
     def finish(self) -> str:
-        """The rest of the text, held back until now because a continuation could have changed it."""
+        """The rest of the text, which was held back as later tokens could change it."""
         if self._detokenizer is None:
             return ""
         return self.matcher.add(self._detokenizer.finish()) + self.matcher.finish()
 
 
-class _Continuation:
+class _Generation:
     """The text being generated: its tokens, their events, and whether and why it has ended."""
 
     def __init__(
@@ -557,9 +558,9 @@ class _Continuation:
         self.reason: FinishReason = "length"
         self.ended = room == 0
         self.prompt: PromptUse | None = None
-        """What the prompt came to, until the first event tells it."""
+        """The prompt's tokens, until the first event has them."""
         self.drafted: DraftedText | None = None
-        """The text as what drafts for it knows it; None if nothing does."""
+        """What the drafters know of the text; None if nothing drafts."""
         self.waiting: Float32 | None = None
         """(V,) logits from which a token is drawn once the constraint has caught up."""
         self._text = text
@@ -572,7 +573,7 @@ class _Continuation:
         logprob: float | None = None,
         top_logprobs: tuple[tuple[int, float], ...] = (),
     ) -> None:
-        """Take a drawn token: append it to the text, or end the text if it is an end-of-text id."""
+        """Append a drawn token to the text, or end the text if it is an end-of-text id."""
         if token in self._eos_ids:
             self.reason, self.ended = "stop", True
             return
@@ -589,7 +590,7 @@ class _Continuation:
         self.ended = stopped or self.room == 0
 
     def events(self, meter: Meter) -> Iterator[Event]:
-        """Events since the last call. What their reader does meanwhile isn't timed."""
+        """Yields the events since the last call. Their reader's time isn't measured."""
         events, self._events = self._events, []
         if events and self.prompt is not None:
             events[0], self.prompt = replace(events[0], prompt=self.prompt), None

@@ -1,4 +1,4 @@
-"""SHA-256 by Python's own code, for what is short: `hashlib` imports OpenSSL, which takes 4 MB of memory."""
+"""SHA-256 of short data without `hashlib`, which imports OpenSSL and so takes 4 MB of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:  # before Python 3.12
 
 
 SLOW_BYTES = 64 << 20
-"""Bytes that take a fifth of a second without OpenSSL; longer files are hashed with it."""
+"""Bytes that take a fifth of a second without OpenSSL, which hashes longer files."""
 
 
 def sha256_hex(data: bytes) -> str:
@@ -27,7 +27,7 @@ def sha256_hex(data: bytes) -> str:
 
 
 def sha256_of(nbytes: int) -> _Hash:
-    """A SHA-256 of nothing yet, which `nbytes` bytes will be added to."""
+    """An empty SHA-256, to which `nbytes` bytes will be added."""
     if nbytes > SLOW_BYTES:
         from hashlib import sha256 as openssl_sha256
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """Runs work on the engine's owner thread. Closed by `close`, or when the last reference to it is gone."""
+    """Runs work on the engine's owner thread, until `close` or until nothing refers to it."""
 
     def __init__(self, resolved: ResolvedModel, later: LaterLayers | None = None) -> None:
         """Load the model. Raises BudgetError before anything is read, and what reading raises.
@@ -48,14 +48,14 @@ class Host:
         self._last_stats = LastStats()
         self._keys = itertools.count()
         self._grammars: Grammars | None = None
-        self._making_grammars = threading.Lock()
+        self._grammars_lock = threading.Lock()
         name, runtime = resolved.bundle.name, resolved.runtime
-        # Keep the thread with MLX: MLX has a thread of its own for each thread that ever computed with it.
+        # The thread is kept with MLX, which holds a thread for each thread that ever computed with it.
         self.owner: OwnerThread[Any] = OwnerThread(f"ondevice-{name}", runtime.backend == "mlx")
         urgent = self.owner.run_urgent
         with ExitStack() as undo:
             undo.callback(self.owner.close)
-            # An interrupt here leaves the iterator, which cancels the loading.
+            # An interrupt leaves the iterator, which cancels the loading.
             (engine,) = self.owner.stream(
                 lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent, later=later)])
             )
@@ -101,11 +101,11 @@ class Host:
         self.owner.call(lambda: self.engine.fork(source, target))
 
     def save_state(self, key: int, folder: Path) -> None:
-        """Write the state of the cache of `key` to a folder, as far as the disk takes it."""
+        """Write the state of the cache of `key` to a folder, as far as the disk has room."""
         self._run_jointly(partial(self.engine.save_state, key, folder))
 
     def load_state(self, key: int, messages: Sequence[Message], folder: Path) -> None:
-        """Bring what a folder has of the state behind a transcript into the cache of `key`."""
+        """Read what a folder has of a transcript's state into the cache of `key`."""
         self._run_jointly(partial(self.engine.load_state, key, self.chat_ids(messages), folder))
 
     def retire(self, key: int, keep: bool = False) -> None:
@@ -116,7 +116,7 @@ class Host:
         self.engine.kv.retired.put((key, keep))
 
     def drop_prefixes(self) -> None:
-        """Free what texts that have ended left for others."""
+        """Free the keys and values that ended texts left for others."""
         self.owner.call(self.engine.kv.drop_prefixes)
 
     def stream(self, work: Callable[[IsCancelled], Iterator[T]]) -> Iterator[T]:
@@ -133,8 +133,8 @@ class Host:
     ) -> Iterator[Event]:
         """Events of a generation that continues `ids` with the key/value cache of `key`.
 
-        A `key` of None uses a new cache. gate: tells what has to obey the constraint; None: the whole text.
-        keep: a new cache begins with what other texts left of `ids`, and is left for others.
+        A `key` of None uses a new cache. gate: tells which parts obey the constraint; None: all of the text.
+        keep: whether a new cache begins with what other texts left of `ids`, and is left for others.
 
         Raises ConstraintError, and BudgetError if the budget has no room for constraints.
         """
@@ -164,25 +164,25 @@ class Host:
                     yield event
 
     def _constraining(self, sampling: SamplingConfig, gate: Gate | None) -> Callable[[], Constrained] | None:
-        """Makes what follows a new text under the constraint of `sampling`; None if that has none.
+        """A function that makes the `Constrained` of a new text; None without a constraint.
 
-        It is made when the text begins: as many texts may wait as there are threads, and each would hold a
-        grammar. Reading that may take a second, so it is read here, and mostly kept until then.
+        It is called when the text begins, because each waiting text would hold a grammar. The grammar is read
+        here, which may take a second, and mostly stays in memory until then.
 
-        gate: as for `stream_ids`, and what that raises.
+        gate: as in `stream_ids`. Raises what that raises.
         """
         if sampling.constraint is None:
             return None
-        with self._making_grammars:
-            grammars = self._grammars = self._grammars or self._made_grammars()
+        with self._grammars_lock:
+            grammars = self._grammars = self._grammars or self._load_grammars()
         ends = frozenset(text_tokenizer(self._resolved).eos_ids)
         constraint = sampling.constraint
         grammars.matcher(constraint)
 
         def follow() -> Constrained:
-            own = partial(grammars.unshared_matcher, constraint)
+            unshared_matcher = partial(grammars.unshared_matcher, constraint)
             matcher, digits = grammars.matcher(constraint), grammars.digit_bound(constraint)
-            return Constrained(matcher, grammars.vocab_size, ends, gate, own, digits)
+            return Constrained(matcher, grammars.vocab_size, ends, gate, unshared_matcher, digits)
 
         return follow
 
@@ -195,7 +195,7 @@ class Host:
         self._finalizer()
 
     def _run_jointly(self, steps: Callable[[IsCancelled], Iterator[PassRequest]]) -> None:
-        """Run work that has no events between the passes of texts."""
+        """Run work without events between the passes of texts."""
         for _ in self.owner.stream(steps, joint=True):
             pass
 
@@ -215,8 +215,8 @@ class Host:
 
         return work
 
-    def _made_grammars(self) -> Grammars:
-        """The model's tokens for constraints, with room in the budget."""
+    def _load_grammars(self) -> Grammars:
+        """The model's grammars. Takes room for them in the budget."""
         require_package()
         tokenizer, rows = text_tokenizer(self._resolved), self._resolved.bundle.config.vocab_size
         runtime = self._resolved.runtime
@@ -234,7 +234,7 @@ class Host:
 
 
 class _PromptWatch:
-    """Tells how far a prompt has been read, by the passes that its generation asks for."""
+    """Reports how far a prompt has been read, from the passes that its generation needs."""
 
     def __init__(self, on_prompt: OnPrompt) -> None:
         self._on_prompt = on_prompt
@@ -242,12 +242,12 @@ class _PromptWatch:
         self._begun_seconds = 0.0
 
     def see(self, request: PassRequest) -> None:
-        """Take the next request."""
+        """Report the progress at a pass."""
         if not request.unread:
             return
         if self._reused_tokens < 0:
             self._reused_tokens, self._begun_seconds = request.length, time.monotonic()
-        # Memory that was needed elsewhere is read anew.
+        # Reused keys and values whose memory was needed elsewhere are computed again.
         self._reused_tokens = min(self._reused_tokens, request.length)
         seconds = time.monotonic() - self._begun_seconds
         tokens = request.length + request.unread

@@ -1,4 +1,4 @@
-"""Cost of one generation: its time, and the rise of the engine's running totals meanwhile."""
+"""Cost of one generation: its time, and how much the engine's running totals rose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.stats import GenerationStats, RankStats, per_second
 
 @dataclass(frozen=True)
 class Counters:
-    """Running totals of an engine. A generation reports how much each rose; the peak is reported as it is."""
+    """Running totals of an engine. A generation reports how much each rose, and the peak itself."""
 
     flash_bytes_read: int = 0
     flash_read_seconds: float = 0.0
@@ -27,7 +27,7 @@ class Counters:
     synchronisations: int = 0
     synchronised_seconds: float = 0.0
     ranks: tuple[RankStats, ...] = ()
-    """Totals of each machine, where several share the model."""
+    """Totals of each machine, if several share the model."""
 
 
 class Meter:
@@ -39,7 +39,7 @@ class Meter:
         self.restored = 0
         """Tokens of the prompt whose state came from a prompt cache."""
         self.reused = 0
-        """Tokens of the prompt whose state was there and stayed."""
+        """Tokens of the prompt that weren't computed."""
         self._before = counters
         self._started = self._paused = time.perf_counter()
         self._prefill_seconds = 0.0

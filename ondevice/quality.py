@@ -21,12 +21,13 @@ from ondevice.model_config import ModelConfig
 from ondevice.scoring import Tally
 
 TRAINED_SHARE = 0.9
-"""Share of the progress that training takes; the rest is measuring."""
+"""Share of the progress that is training; the rest is measuring."""
 
 Pieces = Sequence[Sequence[int]]
 
 
 def first_part_of(on_progress: OnProgress) -> OnProgress:
+    """Reports progress from 0 to 1 as progress of the training."""
     return lambda done, what: on_progress(TRAINED_SHARE * done, what)
 
 
@@ -38,7 +39,7 @@ def measured_points(
     runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[float | None, tuple[OperatingPoint, ...]]:
-    """Perplexity of the dense model, and the points with their own perplexity and agreement with it.
+    """Perplexity of the dense model, and the points with their perplexity and agreement with it.
 
     options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
     """
@@ -82,9 +83,9 @@ def expert_costs(
     runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[int, tuple[ExpertCost, ...]]:
-    """The number of experts that had room, and the cost of choosing each of `counts` experts a token.
+    """The number of experts in memory, and the cost of choosing each of `counts` experts per token.
 
-    The first count is the model's, with which the others are compared.
+    The first count is the model's; the others are compared with it.
     """
     points: list[ExpertCost] = []
     best: NDArray[np.intp] | None = None
@@ -118,7 +119,7 @@ def _experts_in_all(config: ModelConfig) -> int:
 
 
 def _half_budget(plan: Plan, config: ModelConfig) -> int:
-    """The smallest budget that keeps half of the experts in memory, or all that the plan's own keeps."""
+    """Bytes of the smallest budget that keeps half of the experts, or as many as the plan, in memory."""
     half = min(_experts_in_all(config) // 2, plan.kept_slots)
     budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
     return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]

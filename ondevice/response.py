@@ -21,9 +21,9 @@ Work = Callable[[IsCancelled], Steps[None]]
 
 @dataclass(frozen=True)
 class Response:
-    """The answer to a prompt. `tokens` are the generated ids. `thinking` is what a model thought first.
+    """The answer to a prompt. `tokens`: the generated ids. `thinking`: what the model thought first.
 
-    `tool_calls`: the calls of tools that a reply asks for; their results are messages of the next turn.
+    `tool_calls`: the calls of tools in a reply; their results are messages of the next turn.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Response:
 
 
 def gather(events: Iterable[Event]) -> Response:
-    """A whole stream of events as one Response. Raises OndeviceError if it stops before its last event."""
+    """All events of a stream as one Response. Raises OndeviceError if it stops before its last event."""
     texts: list[str] = []
     thought: list[str] = []
     tokens: list[int] = []
@@ -70,7 +70,7 @@ class LastStats:
     def __init__(self) -> None:
         self._stats = GenerationStats()
         self._stopping: threading.Event | None = None
-        """Set once the generation that was abandoned last has ended."""
+        """Set once the last abandoned generation has ended."""
 
     def get(self) -> GenerationStats:
         """The stats. Waits for a generation whose iterator was closed while it ran; it ends soon."""
@@ -102,7 +102,7 @@ class LastStats:
 
 
 def without_reuse(event: Event) -> Event:
-    """The event of a text whose prompt was computed for itself, by work that counted elsewhere."""
+    """The event without reused tokens, for a prompt that was computed by other work of the same caller."""
     if event.prompt is not None:
         event = replace(event, prompt=replace(event.prompt, reused_tokens=0))
     if event.stats is not None:

@@ -1,13 +1,12 @@
 """From logits to the next token: pure functions, and the stop strings that end a text.
 
 Sampling is Gumbel-max (Gumbel 1954; Maddison et al., arXiv 1411.0030): the token with the largest
-`score + noise` is distributed exactly as softmax(score). The noise is not a stream but a function of
-(seed, position, token id). It doesn't depend on the order of tokens, on their neighbours or on how often one
-is looked at, so plain decoding, draft verification and drafters see the same noise.
+`score + noise` is distributed exactly as softmax(score). The noise is a function of (seed, position, token
+id), so plain decoding, draft verification and drafters see the same noise in any order.
 
-Arithmetic is float64 in NumPy operations that IEEE 754 defines exactly. `log` and `exp` are our own, because
-NumPy's differ in the last bit between SIMD targets and between contiguous and strided arrays. NumPy's faster
-ones find the few tokens that could win; the exact arithmetic decides between those.
+Arithmetic is float64 in NumPy operations that IEEE 754 defines exactly. `log` and `exp` are defined here,
+because NumPy's differ in the last bit between SIMD targets and between contiguous and strided arrays. NumPy's
+faster ones find the few tokens that could win; the exact arithmetic decides.
 
 V is the vocabulary size, N the number of tokens that survive the filters.
 """
@@ -38,7 +37,7 @@ _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(15))
 _SQRT_HALF = 0.7071067811865476
 NOISE_ERROR = 1e-3
 """Largest error of `near_noise`. Noise lies within 37 of 0, where float32 numbers are 4e-6 apart. NumPy's
-`log` errs by a few of those steps at most; this allows for more than 200."""
+`log` errs by a few such steps at most; this is more than 200."""
 _CHUNK = 1 << 13
 """Tokens whose noise is computed at once, so that intermediate values stay in the processor's cache."""
 
@@ -62,9 +61,9 @@ def sample(
     """The token at `position` (0 for the first token of the text, prompt included).
 
     logits: (V,) float32. history: ids so far, prompt and draft-tree ancestors included; only penalties read
-    it. allowed: (V,) the tokens that may be drawn; None: all. prompt_tokens: how many ids of the history,
-    from its beginning, the frequency and presence penalties don't count. Temperature 0 takes the largest
-    score. Ties go to the lower id.
+    it. allowed: (V,) whether each token may be drawn; None: all. prompt_tokens: number of first ids of the
+    history that the frequency and presence penalties don't count. Temperature 0 takes the largest score. Ties
+    go to the lower id.
     Raises OndeviceError if a logit is NaN, or if no token has a score above minus infinity.
     """
     if config.temperature == 0.0:
@@ -112,10 +111,10 @@ def process_logits(
     allowed: npt.NDArray[np.bool_] | None = None,
     prompt_tokens: int = 0,
 ) -> Candidates:
-    """Apply penalties, bias and temperature, then top-k, top-p and min-p, each to what the one before left.
+    """The tokens left after penalties, bias, temperature, top-k, top-p and min-p, applied in this order.
 
-    allowed: (V,) the tokens that may be drawn, before all of these; None: all. Others are as in `sample`.
-    Temperature 0 divides by 1, so filters then select as they would at temperature 1.
+    Arguments are as in `sample`; `allowed` applies before all filters. At temperature 0, filters select as at
+    temperature 1.
     Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
     """
     adjusted = _only(_adjust(logits, config, history, prompt_tokens), allowed)
@@ -235,7 +234,7 @@ def _adjust(
     adjusted = logits.copy()
     if penalised:
         history, prompt_tokens = penalised_ids(config, history, prompt_tokens)
-        ids = _checked_ids(np.asarray(history, dtype=np.int64), logits.size, "history")
+        ids = _checked_ids(np.asarray(history, dtype=np.int64), logits.size)
         penalty = np.float32(config.repetition_penalty)
         # The original logits are gathered, so an id that occurs twice is penalised once.
         seen = logits[ids]
@@ -258,16 +257,16 @@ def _adjust(
 def penalised_ids(
     config: SamplingConfig, history: Sequence[int] | npt.NDArray[np.integer], prompt_tokens: int
 ) -> tuple[Sequence[int] | npt.NDArray[np.integer], int]:
-    """The newest ids of `history` that penalties look at, and how many of these are the prompt's.
+    """The newest ids of `history` that penalties look at, and how many of them are the prompt's.
 
-    prompt_tokens: how many ids of `history`, from its beginning, are a prompt's.
+    prompt_tokens: number of first ids of `history` that are the prompt's.
     """
     older = 0 if config.repeat_last_n < 0 else max(0, len(history) - config.repeat_last_n)
     return (history[older:], max(0, prompt_tokens - older)) if older else (history, prompt_tokens)
 
 
 def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenIds, npt.NDArray[np.float32]]:
-    """Distinct ids (N,) of the text behind the prompt, ascending, and what is taken from each one's logit.
+    """Distinct ids (N,) of the text after the prompt, ascending, and what each one's logit loses (N,).
 
     generated: ids in any order. A token that occurs n times loses `n * frequency_penalty + presence_penalty`.
     """
@@ -276,14 +275,14 @@ def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenI
 
 
 def _only(scores: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.float32]:
-    """The scores, of minus infinity where a token isn't allowed."""
+    """The scores, with minus infinity for tokens that aren't allowed."""
     return scores if allowed is None else np.where(allowed, scores, np.float32(-np.inf))
 
 
-def _checked_ids(ids: TokenIds, vocab_size: int, name: str) -> TokenIds:
+def _checked_ids(ids: TokenIds, vocab_size: int) -> TokenIds:
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise UsageError(f"{name} names token {wrong}; ids of this model run from 0 to {vocab_size - 1}")
+        raise UsageError(f"history names token {wrong}; ids of this model run from 0 to {vocab_size - 1}")
     return ids
 
 
@@ -317,8 +316,8 @@ def _nucleus(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     """
     weights = _exp(scores - scores.max())
     target = top_p * weights.cumsum()[-1]
-    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so none of them is in
-    # the nucleus. Leaving them out first makes the sort short.
+    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so they aren't in the
+    # nucleus. Leaving them out makes the sort short.
     likely = np.sort(weights[weights >= 0.5 * (1.0 - top_p) / scores.size])[::-1]
     count = int(np.searchsorted(likely.cumsum(), target)) + 1
     return _largest(scores, min(count, likely.size))
@@ -415,10 +414,10 @@ class StopMatcher:
 
     def _first_match(self) -> int | None:
         """Start of the match that ends first in the held text."""
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if not found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if not matches:
             return None
-        end, start = min(found)
+        end, start = min(matches)
         self.matched = self._held[start:end]
         return start
 

@@ -40,7 +40,7 @@ class Score:
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability behind the tokens before it, and the likeliest tokens with theirs.
+    """A token's log-probability after the tokens before it, and the likeliest tokens with theirs.
 
     Natural logarithms, as `log_probabilities` has them.
     """
@@ -75,10 +75,10 @@ class Tally:
 
 
 def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
-    """Cut a text into pieces that fill a context each. Every piece begins with bos_id, if there is one.
+    """Yields a text in pieces of `context` tokens, each of which begins with bos_id if there is one.
 
-    Every token of a piece except its first is predicted. With bos_id, pieces don't overlap. Without it, they
-    overlap by one token, which would not be predicted otherwise. Tokens are consumed lazily, piece by piece.
+    Every token of a piece except its first is predicted. Without bos_id, pieces overlap by one token, so that
+    it is predicted too. Tokens are taken lazily, piece by piece.
     Raises UsageError, when the first piece is taken, for a context or a text with no token to predict.
     """
     if context < 2:

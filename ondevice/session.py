@@ -1,8 +1,8 @@
 """A conversation: its transcript, and the key/value cache that follows it from turn to turn.
 
-Every turn renders the whole transcript into token ids, so the reply depends on nothing else. Tokens that the
-cache already holds aren't computed again. When the context is full, a conversation either ends or forgets its
-oldest turns; the transcript then holds the remaining turns.
+Every turn renders all of the transcript into token ids, so the reply depends on nothing else. Tokens in the
+cache aren't computed again. When the context is full, a conversation either ends or forgets its oldest turns;
+the transcript then holds the remaining turns.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Session:
         """Answer `text`. options: fields of SamplingConfig. The default is greedy decoding.
 
         Args:
-            text: what the user says, or messages to add, such as results of the calls of the last reply.
-            tools: functions that the model may call, for this turn. Calls are told, never made.
-            think: whether to think before the reply, or how much, as far as the chat template asks for it.
+            text: what the user says, or messages to add, such as results of the calls in the last reply.
+            tools: functions that the model may call in this turn. Calls are reported, never made.
+            think: whether to think before the reply, or how much, if the chat template supports it.
             sampling: the options in one object.
 
         Raises ContextOverflowError, and leaves the transcript as it was, when the conversation has outgrown
@@ -106,7 +106,7 @@ class Session:
         prompt = PromptOptions.checked(tools, think)
         config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
-            messages, ids, dropped = self._within_context(self._asked(text), config.max_tokens, prompt)
+            messages, ids, dropped = self._within_context(self._continued(text), config.max_tokens, prompt)
             with self._reply(messages, dropped, prompt, ids) as reply:
                 gate = self._host.chat_template.gate(prompt, ids)
                 for event in self._host.stream_ids(self._key, ids, config, gate):
@@ -137,7 +137,7 @@ class Session:
     ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
         prompt = PromptOptions.checked(tools, think)
-        stream = self.astream_messages(self._asked(text), prompt=prompt, sampling=sampling, **options)
+        stream = self.astream_messages(self._continued(text), prompt=prompt, sampling=sampling, **options)
         async with aclosing(stream) as events:
             async for event in events:
                 yield event
@@ -151,19 +151,19 @@ class Session:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
-        """Answer a whole transcript, which replaces the session's own, as `astream_response` answers a text.
+        """Answer a transcript, which replaces the session's, as `astream_response` answers a text.
 
-        Keys and values are kept for what both begin with. on_prompt: called on the model's thread as the
+        Keys and values of their common beginning stay. on_prompt: called on the model's thread as the
         transcript is read.
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
-        asked = list(messages)
+        transcript = list(messages)
         config, prompt = self._sampling(sampling, options, prompt)
         with self._silent():
             # On another thread, because the event loop can't wait for a long text to be encoded.
             kept, ids, dropped = await asyncio.to_thread(
-                self._within_context, asked, config.max_tokens, prompt
+                self._within_context, transcript, config.max_tokens, prompt
             )
             with self._reply(kept, dropped, prompt, ids) as reply:
                 gate = self._host.chat_template.gate(prompt, ids)
@@ -188,14 +188,13 @@ class Session:
             self.dropped_turns = 0
 
     def save(self, path: str | os.PathLike[str], *, state: bool = True) -> None:
-        """Write the transcript to a file, and its state (keys and values) to a folder beside it.
+        """Write the transcript to a file, and its state (keys and values) to the folder `<file>.state`.
 
-        state: False leaves the state out, which `load` then computes again. It takes as much disk as the
-        conversation takes memory. A disk without room for it keeps the transcript alone, and so does a model
-        that is closed. The folder has the file's name with `.state` behind it.
+        state: whether to write the state, which takes as much disk as the conversation takes memory. Without
+        it, as on a full disk or with a closed model, `load` computes it again.
 
-        Raises OndeviceError, and leaves an existing file of that name as it was, if the file can't be written
-        or would be larger than `load` accepts.
+        Raises OndeviceError, and leaves an existing file as it was, if the file can't be written or would be
+        larger than `load` accepts.
         """
         target = Path(path)
         content = {"format": FORMAT, "version": VERSION, "messages": _encodable(self._messages)}
@@ -212,12 +211,11 @@ class Session:
             finally:
                 partial.unlink(missing_ok=True)
         if state:
-            # What has no state to write computes it again after `load`.
             with suppress(OndeviceError):
                 self._host.save_state(self._key, state_folder(target))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the conversation with the one in a file, and take its state from the folder beside it.
+        """Replace the conversation with a saved one, its state included.
 
         A state that is damaged, or of another model or other options, is computed again.
 
@@ -248,7 +246,7 @@ class Session:
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, prompt: PromptOptions
     ) -> tuple[SamplingConfig, PromptOptions]:
-        """The options of a reply, with what it has to obey, and how its calls are to be read."""
+        """The options of a reply, with its constraint, and the options that its calls are read by."""
         config, template = sampling_options(sampling, options), self._host.chat_template
         if prompt.reply_prefix is not None and (prompt.must_call or config.constraint is not None):
             raise UsageError("a reply that has to obey a schema can't be continued; ask for a new one")
@@ -261,8 +259,8 @@ class Session:
             prompt = replace(prompt, calls_alone=True)
         return replace(config, stop=(*config.stop, *template.stop)), prompt
 
-    def _asked(self, text: str | Sequence[Message]) -> list[Message]:
-        """The transcript with what is said now behind it."""
+    def _continued(self, text: str | Sequence[Message]) -> list[Message]:
+        """The transcript followed by a user's text or further messages."""
         added = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
         return [*self._messages, *added]
 
@@ -270,7 +268,7 @@ class Session:
     def _reply(
         self, messages: list[Message], dropped: int, prompt: PromptOptions, ids: list[int]
     ) -> Iterator[_Reply]:
-        """What collects the reply to `messages`, which together become the transcript at the end."""
+        """A context whose value collects the reply to `messages`. At its end both become the transcript."""
         reply = _Reply(self._host.chat_template.reply_parser(prompt, ids), prompt, ids)
         try:
             yield reply
@@ -284,9 +282,9 @@ class Session:
     ) -> tuple[list[Message], list[int], int]:
         """The messages that the model sees, their ids, and the number of turns dropped.
 
-        Turns are dropped when less than a quarter of the context is left for the reply. Then they are dropped
-        until half of it is left, so that the recomputed keys and values serve several turns. Instructions and
-        the newest message stay.
+        Turns are dropped when less than a quarter of the context is left for the reply, until half of it is
+        left, so that the recomputed keys and values serve several turns. Instructions and the newest message
+        stay.
         """
         context, ids = self._host.plan.max_context, self._host.chat_ids(messages, prompt)
         if self.when_full == "stop" or len(ids) + min(max_tokens, context // 4) <= context:
@@ -313,7 +311,7 @@ class Session:
 
 
 def state_folder(path: Path) -> Path:
-    """The folder beside a saved session that has its state."""
+    """The folder with the state of a saved session."""
     return path.with_name(f"{path.name}.state")
 
 
@@ -353,15 +351,15 @@ def _messages(content: Any, source: Path) -> list[dict[str, Any]]:
 
 
 def _encodable(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages without lone surrogates, which neither tokenizers nor files can hold."""
+    """The messages without lone surrogates, which tokenizers and files can't hold."""
     return [changed_strings(said, valid_unicode) for said in messages]
 
 
 class _Reply:
-    """A reply as it is written: its events as they are shown, and the message that it becomes."""
+    """Turns the events of a model's text into the events of a reply, and collects its message."""
 
     def __init__(self, parser: ReplyParser, prompt: PromptOptions, ids: list[int]) -> None:
-        """ids: the prompt's, from which calls get ids of their own, the same for the same prompt."""
+        """ids: the prompt's ids, which determine the ids of calls."""
         self.begun = False
         self._parser, self._prompt, self._ids = parser, prompt, ids
         prefix = prompt.reply_prefix
@@ -369,12 +367,12 @@ class _Reply:
         self._thoughts: list[str] = [] if prefix is None else [prefix.thinking]
         self._calls: list[ToolCall] = []
         self._written: list[str] | None = None
-        """Parts of the arguments of a call that has begun."""
+        """Parts of the arguments of the call that has begun; None outside a call."""
         self._name = ""
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message of the transcript. Thinking is part of it only where it led to calls."""
+        """The reply as a message of the transcript. It has its thinking only if that led to calls."""
         said: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
         if self._calls:
             said["tool_calls"] = [call.to_dict() for call in self._calls]
@@ -382,25 +380,25 @@ class _Reply:
         return said
 
     def take(self, event: Event) -> list[Event]:
-        """What an event of the model's text is shown as: thinking, calls and the reply told apart."""
+        """The events that show an event of the model's text: thinking, calls and reply told apart."""
         self.begun = True
         before = self._parser.kind
         pieces = self._parser.take(event.token, event.text)
         if event.finish_reason is not None:
             pieces += self._parser.finish()
-        shown = [found for piece in pieces if (found := self._shown(piece)) is not None]
-        own = replace(event, text="", thinking="thinking" in (before, self._parser.kind))
+        shown = [shown_event for piece in pieces if (shown_event := self._shown(piece)) is not None]
+        token_event = replace(event, text="", thinking="thinking" in (before, self._parser.kind))
         if event.finish_reason is not None:
-            # The last event of all is the one that ends the text.
-            return [*shown, replace(own, thinking=False)]
+            # The event that ends the text comes last.
+            return [*shown, replace(token_event, thinking=False)]
         if not shown:
-            return [own]
+            return [token_event]
         first = shown[0]
-        own = replace(own, text=first.text, thinking=first.thinking)
-        return [replace(own, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
+        token_event = replace(token_event, text=first.text, thinking=first.thinking)
+        return [replace(token_event, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
 
     def _shown(self, piece: ReplyPiece) -> Event | None:
-        """Spaces at the start of a reply are removed: they belong to the prompt."""
+        """The event of a piece, if it has one. Spaces at the start of a reply belong to the prompt."""
         if piece.call is not None or piece.begins or piece.arguments:
             return None if self._calls and not self._prompt.parallel_calls else self._called(piece)
         self._written = None
@@ -412,7 +410,7 @@ class _Reply:
         return Event(text)
 
     def _called(self, piece: ReplyPiece) -> Event:
-        """What a call, or a part of one, is shown as."""
+        """The event of a call, or of a part of one."""
         call_id = new_id(self._ids, len(self._calls))
         if piece.call is not None:
             call = ToolCall(*piece.call, call_id, "".join(self._written or ()))

@@ -20,7 +20,7 @@ from ondevice.units import parse_budget, parse_size
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of a settings file."""
 NEAR = 0.6
-"""Least `difflib` similarity between a misspelt option and the one that is suggested."""
+"""Least `difflib` similarity of a misspelt option and the suggested one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Option:
     kind: type
     help: str
     rare: bool
-    """Whether the help of a command with many options leaves it to `--help-all`."""
+    """Whether only `--help-all` shows it in a command with many options."""
 
     @property
     def multiple(self) -> bool:
@@ -89,7 +89,7 @@ _MEANT_FOR = {
     "experts": ("sparsity", "experts", "auto"),
     "draft_model": ("speculation", "model", "auto", "all"),
 }
-"""Options that mean something only with some values of another, which stand behind that one's name."""
+"""Options that have a meaning only with some values of another option: its name, then these values."""
 _RARE = {
     *("memory_pressure", "io", "sparsity", "predictor_recall", "experts"),
     *("draft_model", "kv_bits", "prompt_cache_bytes"),
@@ -98,7 +98,7 @@ _RARE = {
 }
 """Options that few people need."""
 _SIZES = ("dram_budget", "prompt_cache_bytes")
-"""Options that are a size: a text, or a number of bytes."""
+"""Options whose value is a size: a text, or a number of bytes."""
 _FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
 
 
@@ -187,8 +187,8 @@ OTHER_SETTINGS: dict[str, type] = {
     "ssl_keyfile_password": str,
     "verbose": bool,
 }
-"""Types of the command line's settings that aren't fields of a config dataclass, by name. Those of type tuple
-may be given several times."""
+"""Types of the command line's settings that aren't fields of a config dataclass, by name. A setting of type
+tuple may be given several times."""
 MODEL_TABLES = "models"
 """Key of the settings file's tables of single models: `[models.NAME]`."""
 MODEL_OPTIONS = ("max_context",)
@@ -234,9 +234,9 @@ def check_value(name: str, value: Any) -> None:
 
 
 def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
-    """RuntimeConfig with these fields.
+    """RuntimeConfig with `options` as fields.
 
-    Raises UsageError for an unknown name or an option that has no meaning in the sparsity mode.
+    Raises UsageError for an unknown name, or for an option without meaning in the chosen modes.
     """
     require_fields(RuntimeConfig, options)
     config, default = RuntimeConfig(**options), RuntimeConfig()
@@ -246,7 +246,7 @@ def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
 
 
 def sampling_options(sampling: SamplingConfig | None, options: SamplingOptions) -> SamplingConfig:
-    """`sampling`, or the defaults, with these fields changed. Raises UsageError.
+    """`sampling`, or the defaults, with the fields in `options` changed. Raises UsageError.
 
     `stop` may be one string, `logit_bias` a mapping from token id to bias.
     """
@@ -279,7 +279,7 @@ def require_fields(config: type, options: Iterable[str]) -> None:
 def require_meaning(given: Container[str], chosen: Mapping[str, Any]) -> None:
     """Raises UsageError for an option among `given` that has no meaning with the values of others.
 
-    chosen: the values of `sparsity` and `speculation`; options of one that isn't there are let pass.
+    chosen: values of `sparsity` and `speculation`. Options that depend on a missing one pass.
     """
     for name, (option, *modes) in _MEANT_FOR.items():
         if name in given and chosen.get(option, modes[0]) not in modes:
@@ -305,7 +305,7 @@ def with_model_defaults(
 def settings_path() -> Path:
     """Path of the settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's config folder.
 
-    Raises UsageError if `ONDEVICE_CONFIG` names a file that isn't there. The default file needn't exist.
+    Raises UsageError if `ONDEVICE_CONFIG` names a missing file. The default file needn't exist.
     """
     chosen = os.environ.get("ONDEVICE_CONFIG")
     if chosen:
@@ -321,8 +321,8 @@ def settings_path() -> Path:
 def read_settings(path: Path) -> Settings:
     """The settings in a TOML file; empty settings if there is no file.
 
-    Raises UsageError for text that isn't TOML, for a key that is unknown or already set in another spelling,
-    and for a value of the wrong type, in a model's table also for one that no model can have.
+    Raises UsageError for text that isn't TOML, a key that is unknown or set twice in two spellings, a value
+    of the wrong type, and in a model's table a value that no model can have.
     """
     try:
         with path.open("rb") as file:
@@ -366,7 +366,7 @@ def _model_tables(path: Path, tables: Any) -> dict[str, dict[str, Any]]:
     where = f"the settings file {path}"
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise UsageError(f"{where} has {MODEL_TABLES!r}, which must be tables: [{MODEL_TABLES}.NAME]")
-    found: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
     for model, table in tables.items():
         values = {key.replace("-", "_"): value for key, value in table.items()}
         for name, value in values.items():
@@ -379,8 +379,8 @@ def _model_tables(path: Path, tables: Any) -> dict[str, dict[str, Any]]:
                 check_value(name, value)
             except UsageError as error:
                 raise UsageError(f"{where}, for the model {model}: {error}") from error
-        found[model] = values
-    return found
+        models[model] = values
+    return models
 
 
 def _kind(name: str) -> type:

@@ -18,12 +18,11 @@ class DraftStats:
     `drafts` counts passes with draft tokens, and `draft_tokens` the draft tokens of all passes.
 
     Both `*_by_depth` tuples begin at depth 1. `drafted_by_depth` counts the drafts with a draft token at that
-    depth behind accepted ones; `accepted_by_depth` counts those in which one was accepted there. Draft tokens
-    behind the end of the text count in neither. Every accepted token is one that its pass gave beside the
-    first.
+    depth after accepted ones; `accepted_by_depth` counts those in which one was accepted there. Draft tokens
+    after the end of the text count in neither. A pass gives one token, and one more per accepted token.
 
     `preparing_seconds` is the time spent computing what drafts grow from, and `growing_seconds` the time
-    spent choosing their nodes. The time that a drafter adds to the passes themselves is in neither.
+    spent choosing their nodes. Neither has the time that a drafter adds to the passes.
     `decision` says in words whether drafts were made at the end, and why.
     """
 
@@ -65,8 +64,8 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class HopStats:
-    """What a rank's messages took. `sent_seconds` run beside computing; `waited_seconds` are those of waiting
-    for messages, also while another rank has nothing to do.
+    """Cost of a rank's messages. Sending overlaps with computing; `waited_seconds` count all waiting for
+    messages, also while another rank has nothing to do.
     """
 
     messages: int = 0
@@ -83,7 +82,7 @@ class HopStats:
 
 @dataclass(frozen=True)
 class RankStats:
-    """One of several machines that share a model: its layers, its budget, and what it took.
+    """One of several machines that share a model: its layers, its budget and its costs.
 
     `peak_memory_bytes` is its process's. `hops` are the messages that it sent and received.
     """
@@ -118,18 +117,18 @@ class GenerationStats:
     `prefetch_recall` is the share of the others that were prefetched. `prefetch_wasted_bytes` counts bytes
     prefetched in vain.
 
-    `decode_passes` counts the forward passes behind the prompt's, which took `decode_seconds`.
+    `decode_passes` counts the forward passes after the prompt's, which took `decode_seconds`.
     `accepted_tokens_per_pass` is the number of tokens generated after the first, over decode passes.
     `synchronisations` counts waits for a device that computes asynchronously (`mlx`), including waits for
     logits; they took `synchronised_seconds`.
 
-    `experts` is the number of experts that a token chose where that is fewer than the model's own, which
-    changes the text; else 0.
+    `experts` is the number of experts per token if it is fewer than the model's, which changes the text; else
+    0.
 
     `restored_tokens` counts the prompt's tokens whose keys and values came from a prompt cache on disk, and
-    `reused_tokens` all that weren't computed: these, and those that the conversation still held in memory.
+    `reused_tokens` all that weren't computed: restored ones and those still in memory.
 
-    `ranks` has an entry per machine where several share the model; the other fields are rank 0's.
+    `ranks` has an entry per machine if several share the model; the other fields are rank 0's.
 
     `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
     if the text ended because the context was full.
@@ -166,10 +165,10 @@ class GenerationStats:
     ranks: tuple[RankStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object, keys in the contract's order. `ranks` is there if several machines ran."""
-        found = vars(self) | {"drafting": self.drafting.to_dict()}
-        found["ranks"] = [rank.to_dict() for rank in self.ranks]
-        return found if self.ranks else {key: value for key, value in found.items() if key != "ranks"}
+        """The JSON object, keys in the contract's order, with `ranks` only if several machines ran."""
+        record = vars(self) | {"drafting": self.drafting.to_dict()}
+        record["ranks"] = [rank.to_dict() for rank in self.ranks]
+        return record if self.ranks else {key: value for key, value in record.items() if key != "ranks"}
 
 
 @dataclass(frozen=True)
@@ -182,9 +181,9 @@ class PromptUse:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds that passes spent on other things than computing: waiting for reads, managing the cache.
+    """Seconds that passes spent waiting for reads and managing the cache.
 
-    With experts, managing includes what the next layer's router would choose, and beginning reads.
+    With experts, managing includes predicting the next layer's choice and beginning reads.
     """
 
     waited: float = 0.0

@@ -66,24 +66,24 @@ def train_predictors(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> Predictors:
-    """Train predictors of which neurons fire on `text`. Adds them and each neuron's firing rate to the model.
+    """Train predictors of the neurons that fire, and add them and each neuron's firing rate to the model.
 
     Args:
         model: a path, a name or an alias. The default is the model that ships.
         text: the text to learn from, or None for `pieces`.
         pieces: token ids instead of a text, each piece read from an empty context. The last ones measure.
-        output: a new folder for a copy with the predictors. By default, they join the model's own folder.
+        output: a new folder for a copy with the predictors. The default is the model's folder.
         tokens: most tokens of the text to use.
-        measured_tokens: most tokens that perplexity and agreement are measured on, none of which trains.
-        order: first order the neurons' records by which fire together, for fewer reads. This writes the
-            bundle anew, in its place, unless a text has ordered it before.
+        measured_tokens: most tokens that perplexity and agreement are measured on; they don't train.
+        order: first order the neurons' records so that neurons that fire together are read together. This
+            rewrites the bundle, unless a text has ordered it before.
         backend: what runs the model, fits, and measures quality: `cpu` or `mlx`.
         dram_budget: budget of the runs that measure quality, one run per recall target.
         on_progress: called with the share done, from 0 to 1, and the current step.
 
-    Before it trains, raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError
-    for too little text, an output that exists or a model that can't be written to, BackendUnavailableError
-    for `reference`, or for `mlx` where it isn't installed, and what else `load` raises.
+    Before training, raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError for
+    too little text, an output that exists or a model that can't be written to, BackendUnavailableError for
+    `reference` and for `mlx` if it isn't installed, and what else `load` raises.
     """
     from ondevice.converters.training.predictors import train as training
 
@@ -111,7 +111,7 @@ def train_predictors(
             backend=settled,
             order=order,
         )
-    # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
+    # The bundle at `goal` is usable now: a failure while measuring loses no training.
     perplexity, points = measured_points(
         goal,
         predictors.points,
@@ -136,19 +136,19 @@ def train_expert_costs(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> ExpertCosts:
-    """Measure on `text` the quality that fewer experts a token cost. Adds the figures to the model.
+    """Measure the quality that fewer experts per token cost, and add the figures to the model.
 
-    Every run goes token by token, as decoding does, each piece from an empty context, with memory as large as
-    the others have: with the model's number of experts, and with each smaller one. Nothing is trained, so any
-    text measures that the model wasn't trained on.
+    One run for the model's number of experts and for each smaller one, all with the same memory. They go
+    token by token, as decoding does, each piece from an empty context. Any text serves that the model wasn't
+    trained on.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
         tokens: most tokens of the text to take pieces from.
-        measured_tokens: most tokens of these pieces, which are spread over the text.
+        measured_tokens: most tokens of the pieces, which are spread over the text.
         dram_budget: budget of the runs; "auto" leaves room for half of the experts.
 
-    Before it measures, raises UnsupportedModelError for a model without experts, or whose router is a
+    Before measuring, raises UnsupportedModelError for a model without experts, or whose router is a
     sparsemixer, UsageError for too little text, an output that exists or a model that can't be written to,
     and what else `load` raises.
     """
@@ -173,7 +173,7 @@ def train_expert_costs(
     if not measurable:
         raise UsageError("the text is too short to measure: it takes at least two tokens")
     chosen = spread(measurable, measured_tokens)
-    # The budget is for a full context, so this one is as long as the pieces.
+    # The budget holds a full context, so the context is only as long as the pieces.
     runtime["max_context"] = max(map(len, chosen))
     counts = range(experts.chosen, 0, -1)
     in_memory, points = expert_costs(resolved.bundle.path, counts, chosen, runtime, on_progress)
@@ -194,16 +194,16 @@ def train_expert_use(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> ExpertUse:
-    """Count how often tokens of `text` choose each expert, and what caches of experts hit on it, by size.
+    """Count how often tokens choose each expert, and the hits of expert caches by size.
 
-    Adds both to the model, so that `inspect` says what a budget will hit.
+    Adds both to the model, so that `inspect` shows the hit rate of a budget.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
         tokens: most tokens of the text to use.
-        dram_budget: budget of the run that counts; what is counted doesn't depend on it.
+        dram_budget: budget of the run; the counts don't depend on it.
 
-    Before it runs, raises UnsupportedModelError for a model without experts, UsageError for too little text,
+    Before running, raises UnsupportedModelError for a model without experts, UsageError for too little text,
     an output that exists or a model that can't be written to, and what `load` raises.
     """
     from ondevice.converters.training import expert_use
@@ -226,10 +226,9 @@ def train_ngrams(
     tokens: int = NGRAM_TOKENS,
     on_progress: OnProgress = ignore_progress,
 ) -> Ngrams:
-    """Sort what follows every few tokens of `text` into a datastore to draft from. Adds it to the model.
+    """Sort what follows every few tokens of `text` into a datastore for drafts, and add it to the model.
 
-    The model doesn't run, so this takes seconds. Text of the kind that the model writes serves best, such as
-    its own answers.
+    The model doesn't run, so this takes seconds. Text like the model's answers serves best.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
@@ -286,21 +285,19 @@ def train_streams(
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Unpack[MultiStreamKeywords],
 ) -> MultiStreams:
-    """Train streams on `text`, adapters that draft several tokens at once. Adds them to the model.
+    """Train streams, adapters that draft several tokens at once, and add them to the model.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
-        replace: replace the model's own streams, if it has some already and there is no output.
-        on_step: called after each step with the number of tokens whose streams have been trained, and the
-            loss in nats.
+        replace: replace the model's streams, if it has some and there is no output.
+        on_step: called after each step with the number of trained tokens and the loss in nats.
         options: how they are trained, such as `mode`. "lossless" leaves the model as it is;
             "shared" changes the model too.
 
-    An interrupted training continues where it stopped if it is called again with the same arguments, and
-    comes to the same numbers. Meanwhile it keeps a folder `<name>.streams.training` beside the output or the
-    model's folder.
+    An interrupted training, called again with the same arguments, continues where it stopped and gives the
+    same numbers. It keeps a folder `<name>.streams.training` next to the output or the model's folder.
 
-    Before it trains, raises BackendUnavailableError without MLX, and UsageError for an option out of range,
+    Before training, raises BackendUnavailableError without MLX, and UsageError for an option out of range,
     too little text, streams that would be lost, an output that exists, a model that can't be written to, or
     remains of a training with other arguments. Raises what `load` raises.
     """
@@ -352,12 +349,12 @@ def convert_and_train(
 ) -> Path:
     """Convert as `convert` does, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
 
-    Of a model with experts, how often the text chooses each is counted instead of all that.
+    For a model with experts, the choices of experts are counted instead. If gates are hardly ever zero, the
+    text only rounds.
 
-    The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
-    run gives the same bytes as one without interruption; it runs the text through the layers anew. Where
-    gates are hardly ever zero, a text only rounds. on_training is called with the share of the training that
-    is done, and its current step. The files of a repository are kept.
+    The bundle gets its name at the end: an interrupted run leaves no bundle under that name. A resumed run
+    runs the text through the layers again and gives the same bytes as an uninterrupted one. on_training is
+    called with the share of the training that is done, and its current step. The files of a repository stay.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.
@@ -405,7 +402,7 @@ def train_converted(
             else:
                 train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
 
-        # Where every neuron is multiplied, and where layers have none, a text rounds weights and no more.
+        # A text only rounds weights if every neuron is multiplied, or if a layer has none.
         records = config.experts is not None or (
             config.zeros_gates and not config.any_layer(lambda it: not it.has_feed_forward)
         )
@@ -422,9 +419,9 @@ def convert_by_random_tokens(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """Convert with error feedback from tokens drawn at random, where there is no text.
+    """Convert with error feedback from random tokens instead of a text.
 
-    Nothing else is learnt. Raises what `convert` raises, and UsageError where no weights have so few bits.
+    Raises what `convert` raises, and UsageError if no weights have 4 to 6 bits.
     """
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
@@ -444,7 +441,7 @@ def convert_by_random_tokens(
 
 
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:
-    """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
+    """Ids of the text's first `tokens` tokens, in pieces that each begin with an empty context.
 
     A text of fewer than two tokens has no pieces. Raises UsageError if the model has no tokenizer.
     """
@@ -462,9 +459,9 @@ def _text_pieces(
 
 
 def spread(pieces: Pieces, tokens: int) -> Pieces:
-    """The largest evenly spaced choice of `pieces` with at most `tokens` tokens in all; at least one piece.
+    """The most evenly spaced `pieces` with at most `tokens` tokens in all; at least one piece.
 
-    A text may hold several kinds of text; the first pieces alone could all be of one kind.
+    The first pieces alone could all be of one kind of text.
     """
     for count in range(min(len(pieces), tokens), 1, -1):
         chosen = [pieces[(2 * index + 1) * len(pieces) // (2 * count)] for index in range(count)]
@@ -480,7 +477,7 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 
 
 def _expert_room(resolved: ResolvedModel) -> Any:
-    """Memory for the neurons of a model with experts during a pass over a text, by its plan."""
+    """The plan's memory for the neurons of a model with experts during a pass over a text."""
     from ondevice.converters.training.expert_use import DenseRoom, ExpertRoom
 
     plan, shape, dense = resolved.plan, resolved.plan.segment, None
@@ -500,10 +497,10 @@ def _expert_room(resolved: ResolvedModel) -> Any:
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:
-    """The folder for the training's result: the model's folder, or `output`.
+    """The folder for a training's result: the model's folder, or `output`.
 
-    Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError for
-    a model that can't be trained for, and what `load` raises for a budget that is too small.
+    Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError if
+    the model can't be trained for, and what `load` raises for a budget that is too small.
     """
     if (resolved.bundle.config.experts is not None) != has_experts:
         why = "it has no experts" if has_experts else NO_SIDECARS

@@ -1,7 +1,7 @@
 """Sizes as people write them, and the memory and cores of this process and machine.
 
-GB is 10^9 bytes, GiB is 2^30. Limits set by control groups count as the machine's own, because a process that
-exceeds them is killed. Nothing here decides how memory is used; `budget/` does.
+GB is 10^9 bytes, GiB is 2^30. Limits of control groups count as the machine's, because a process that exceeds
+them is killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNITS = {
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
 MIN_BARE_BYTES = 10**6
-"""Smallest budget that may be written in bytes without a unit. No model runs in less: a unit is missing."""
+"""Smallest budget that may be written in bytes without a unit. No model runs in less."""
 _MALLOC_MAPS_BYTES = 256 << 10
 """Least size of a block that `map_large_arrays` keeps out of heaps. A prompt chunk's arrays reach it, a
 token's don't."""
@@ -204,7 +204,7 @@ class MemoryGroup:
     limit_bytes: int
     """Memory at which the group's processes are killed, or throttled if that limit is lower."""
     used_bytes: int
-    """Memory of all its processes, page cache included."""
+    """Memory of all processes in the group, page cache included."""
     inactive_cache_bytes: int
     active_cache_bytes: int
     mapped_cache_bytes: int
@@ -243,7 +243,7 @@ _GROUP_FILES = (
 
 
 def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGroup]:
-    """Every control group with a memory limit that this process is in, from its own up to the root."""
+    """Every control group with a memory limit that this process is in, from the innermost to the root."""
     for folder in _group_folders(proc, cgroup, "memory"):
         for names in _GROUP_FILES:
             limits = [_digits(read_text(folder / name)) for name in names.limits]
@@ -266,10 +266,10 @@ def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGr
 
 
 def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Folders of the controller's groups in v2 and v1 hierarchies: own group first, then its ancestors.
+    """Folders of the controller's groups in v2 and v1 hierarchies, from the innermost to the root.
 
-    Inside a container the path may name folders of the host that aren't mounted. Callers skip those. The
-    mount's root, which then is the container's own group, still counts.
+    Inside a container the path may name folders of the host that aren't mounted, which callers skip. The
+    mount's root is then the container's group.
     """
     for line in (read_text(proc / "self" / "cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -302,7 +302,7 @@ def _counts(text: str | None) -> dict[str, int]:
 
 
 def _digits(text: str | None) -> int | None:
-    """The integer in a control file; None for `max`, -1 or a file that isn't there."""
+    """The integer in a control file; None for `max`, -1 or a missing file."""
     text = (text or "").strip()
     return int(text) if text.isdecimal() and len(text) <= 20 else None
 
@@ -341,17 +341,17 @@ def _macos_footprint() -> ProcessMemory:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system. glibc would keep it, and it would count against the budget."""
+    """Give freed memory back to the system. glibc would keep it and count against the budget."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def map_large_arrays() -> None:
-    """Make glibc give every block of _MALLOC_MAPS_BYTES or more a memory mapping of its own.
+    """Make glibc give every block of _MALLOC_MAPS_BYTES or more a separate memory mapping.
 
-    By default glibc raises that size to the largest block freed so far, up to 32 MiB, and keeps freed memory
-    in heaps: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
+    By default glibc raises that size to the largest freed block, up to 32 MiB, and keeps freed memory in
+    heaps: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -94,7 +94,7 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
 def _parse_point(section: Section, experts: ExpertsSpec) -> ExpertCost:
     point = ExpertCost(
         experts=section.integer("experts", 1, experts.chosen),
-        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        perplexity=section.optional_number("perplexity", 1e30),
         agreement=section.number("agreement", 0.0, 1.0),
         hits=section.number("hits", 0.0, 1.0),
     )

@@ -146,7 +146,7 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         ranks=ranks,
         trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
-        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        perplexity=section.optional_number("perplexity", 1e30),
         points=_parse_points(section, config),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
@@ -174,8 +174,8 @@ def _parse_point(section: Section, config: ModelConfig) -> OperatingPoint:
         false_negatives=_per_layer(section, "false_negatives", config, 0.0, 1.0),
         false_positives=_per_layer(section, "false_positives", config, 0.0, 1.0),
         selected=_per_layer(section, "selected", config, 0.0, 1.0),
-        perplexity=section.optional_number("perplexity", 0.0, 1e30),
-        agreement=section.optional_number("agreement", 0.0, 1.0),
+        perplexity=section.optional_number("perplexity", 1e30),
+        agreement=section.optional_number("agreement", 1.0),
     )
     section.close()
     return point

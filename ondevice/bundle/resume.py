@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Claim:
+class FileClaim:
     """The claim that a file's first `nbytes` bytes are durable and have this sha256."""
 
     nbytes: int
@@ -38,7 +38,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class ResidentClaim(Claim):
+class ResidentClaim(FileClaim):
     """The claim that the first `tensors` tensors of the unfinished resident file are durable."""
 
     tensors: int
@@ -64,7 +64,7 @@ class ResumeState:
     folder: Path
     origin: str
     sources: Mapping[str, SourceStamp]
-    files: dict[str, Claim] = field(default_factory=dict)
+    files: dict[str, FileClaim] = field(default_factory=dict)
     resident: ResidentClaim | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -158,7 +158,7 @@ def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) ->
 def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, SourceStamp]) -> ResumeState:
     """The state of a conversion that was interrupted after its manifest: all files are finished."""
     origin = _origin(manifest.config, manifest.quant, manifest.provenance.fingerprint)
-    claims = {name: Claim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
+    claims = {name: FileClaim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
     return ResumeState(folder, origin, sources, claims)
 
 
@@ -178,8 +178,8 @@ def _parse(folder: Path, data: bytes) -> ResumeState:
     return state
 
 
-def _parse_claim(section: Section) -> Claim:
-    return Claim(section.integer("nbytes", 0, MAX_FILE_BYTES), section.text("sha256", 64))
+def _parse_claim(section: Section) -> FileClaim:
+    return FileClaim(section.integer("nbytes", 0, MAX_FILE_BYTES), section.text("sha256", 64))
 
 
 def _parse_stamp(section: Section) -> SourceStamp:
@@ -192,7 +192,7 @@ def _parse_resident(section: Section) -> ResidentClaim:
     return ResidentClaim(claim.nbytes, claim.sha256, section.integer("tensors", 0, _MAX_TENSORS))
 
 
-def _checked(path: Path, claim: Claim, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
+def _checked(path: Path, claim: FileClaim, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
     digest = digest_prefix(path, claim.nbytes, layout, crc32c)
     if digest is not None and digest.sha256() == claim.sha256:
         return digest

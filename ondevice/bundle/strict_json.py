@@ -102,9 +102,9 @@ class Section:
         """A finite number from `low` to `high`."""
         return self._number(self.get(key), key, low, high)
 
-    def optional_number(self, key: str, low: float, high: float) -> float | None:
-        """`number`, or None for null."""
-        return None if self.get(key) is None else self.number(key, low, high)
+    def optional_number(self, key: str, high: float) -> float | None:
+        """A finite number from 0 to `high`, or None for null."""
+        return None if self.get(key) is None else self.number(key, 0.0, high)
 
     def numbers(self, key: str, most: int, low: float, high: float) -> tuple[float, ...]:
         """A list of at most `most` finite numbers from `low` to `high`."""

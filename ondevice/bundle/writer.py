@@ -46,7 +46,7 @@ from ondevice.bundle.manifest import (
     parse_manifest,
 )
 from ondevice.bundle.reader import CheckedFile
-from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
+from ondevice.bundle.resume import FileClaim, ResidentClaim, SourceStamp, load_state
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError
 from ondevice.model_config import ModelConfig
@@ -184,7 +184,7 @@ class BundleWriter:
         """
         with _disk_errors(self.folder / name):
             link_or_copy(source, self.folder / name)
-        self._state.files[name] = Claim(entry.nbytes, entry.sha256)
+        self._state.files[name] = FileClaim(entry.nbytes, entry.sha256)
         if not self.finished(name):
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
 
@@ -220,7 +220,7 @@ class BundleWriter:
 
     def _record(self, name: str, digest: FileDigest) -> None:
         self._finished[name] = digest
-        self._state.files[name] = Claim(digest.nbytes, digest.sha256())
+        self._state.files[name] = FileClaim(digest.nbytes, digest.sha256())
         if name == RESIDENT:
             self._state.resident = None
         with _disk_errors(self.folder):

@@ -436,14 +436,11 @@ def read_text(source: str) -> str:
     return "".join(parts)
 
 
-def decode_text(data: bytes, where: str, offset: int = 0) -> str:
-    """UTF-8 bytes as text. Raises UsageError that names the first wrong byte.
-
-    offset: position of `data` in its source, for the message.
-    """
+def decode_text(data: bytes, where: str) -> str:
+    """UTF-8 bytes as text. Raises UsageError that names the first wrong byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{where} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {offset + error.start}"
+            f"{where} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}"
         ) from error

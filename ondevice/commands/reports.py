@@ -53,10 +53,10 @@ def fewer_experts(chosen: int, model_experts: int) -> str:
 
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
     """Lines on the options' effects on the text; none for models without experts."""
-    runtime, own = resolved.runtime, resolved.default_experts
+    runtime, model_experts = resolved.runtime, resolved.default_experts
     if resolved.bundle.config.experts is None:
         return []
-    return [fewer_experts(runtime.experts, own)] if own else []
+    return [fewer_experts(runtime.experts, model_experts)] if model_experts else []
 
 
 def pressure_summary(pressure: MemoryPressure) -> str:

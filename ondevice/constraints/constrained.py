@@ -107,12 +107,12 @@ class Constrained:
 
     def is_ready(self) -> bool:
         """Compute the next mask. Returns False if that has to wait for `catch_up`."""
-        if self._obeys and self._bits is None and not self.is_behind:
+        if self._obeys and self._bits is None and not self.lags:
             self._bits = self._matcher.compute_bitmask()
-        return not self.is_behind
+        return not self.lags
 
     @property
-    def is_behind(self) -> bool:
+    def lags(self) -> bool:
         """Whether shared limits ended the matcher, so that `catch_up` has to run."""
         return self._unshared is not None and self._matcher.is_error()
 
@@ -121,7 +121,7 @@ class Constrained:
 
         Raises ConstraintError if the grammar takes more than its limits allow for this text alone.
         """
-        if not self.is_behind:
+        if not self.lags:
             return
         unshared, self._unshared, begun = self._unshared, None, time.monotonic()
         assert unshared is not None
@@ -146,7 +146,7 @@ class Constrained:
             self._taken.append(token)
             if self._digits is not None:
                 self._digits.take(token)
-            if not self.is_behind:
+            if not self.lags:
                 self._check()
         elif self._gate is not None:
             self._gate.take(token, text)
@@ -158,8 +158,8 @@ class Constrained:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow the text; False, for unknown, where it has to catch up."""
-        return self._begun and not self.is_behind and self._matcher.is_stopped()
+        """Whether nothing may follow the text; False if it `lags`, as that is then unknown."""
+        return self._begun and not self.lags and self._matcher.is_stopped()
 
     def proposals(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
         """Draft tokens that may follow the text and the draft tokens `path`.

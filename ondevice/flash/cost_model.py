@@ -187,12 +187,12 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
     return measured
 
 
-def known_costs(path: Path, store: Path | None = None) -> CostModel | None:
+def known_costs(path: Path) -> CostModel | None:
     """The stored costs of the device that holds `path`; None if they are unknown or too old.
 
-    store: as in `device_costs`. Raises OSError if there is no such path.
+    Raises OSError if there is no such path.
     """
-    costs = _read_store(store or _default_store()).get(_device(path))
+    costs = _read_store(_default_store()).get(_device(path))
     return costs if costs is not None and costs.is_trusted else None
 
 

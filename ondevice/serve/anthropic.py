@@ -43,7 +43,7 @@ from ondevice.serve.generation_request import (
     take_top_p,
 )
 from ondevice.serve.models import ModelFacts
-from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
+from ondevice.serve.streaming import Dialect, PromptReading, comment, sse, streamed
 from ondevice.serve.tools import (
     AUTO,
     NONE,
@@ -60,7 +60,7 @@ from ondevice.stats import PromptUse
 
 
 @dataclass(frozen=True)
-class _Request:
+class _MessagesRequest:
     generation: GenerationRequest
     stream: bool
     managed: bool
@@ -114,7 +114,7 @@ async def _count(service: Service, request: Request) -> Response:
     return json_answer({"input_tokens": count})
 
 
-def _read(service: Service, fields: Fields) -> _Request:
+def _read(service: Service, fields: Fields) -> _MessagesRequest:
     model, messages = _take_prompt(service, fields)
     if messages[-1]["role"] == "assistant":
         fields.refuse("messages", "must end with the user's; a reply can't be begun for the model")
@@ -135,7 +135,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     generation_request = GenerationRequest(
         model, messages=messages, prompting=prompting, options=chosen(options)
     )
-    return _Request(generation_request, stream, managed)
+    return _MessagesRequest(generation_request, stream, managed)
 
 
 def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Message, ...]]:
@@ -227,7 +227,7 @@ def _call_block(id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": id, "name": name, "input": arguments}
 
 
-def _end(last: Event, wanted: _Request, calls: bool) -> dict[str, Any]:
+def _end(last: Event, wanted: _MessagesRequest, calls: bool) -> dict[str, Any]:
     """Why the reply ended, its usage, and an empty list of edits if the request asks for edits."""
     stats = last.stats
     assert stats is not None
@@ -272,7 +272,7 @@ class _Opening:
         message = self._head | {"usage": _usage(prompt, 0)}
         return sse({"type": "message_start", "message": message}, "message_start")
 
-    def ping(self, reading: Reading) -> bytes:
+    def ping(self, reading: PromptReading) -> bytes:
         """The events that the stream sends while there is no news."""
         reused = 0 if reading.progress is None else reading.progress.reused_tokens
         start = b"" if self.is_told else self.tell(PromptUse(reading.prompt_tokens, reused))
@@ -285,7 +285,7 @@ def _error(path: str, error: RequestError) -> bytes:
 
 
 async def _events(
-    service: Service, wanted: _Request, opening: _Opening, reading: Reading
+    service: Service, wanted: _MessagesRequest, opening: _Opening, reading: PromptReading
 ) -> AsyncGenerator[bytes, None]:
     def named(kind: str, **more: Any) -> bytes:
         return sse({"type": kind} | more, kind)

@@ -36,8 +36,8 @@ from ondevice.serve.fields import Fields, Ignored, parse_object
 from ondevice.serve.generation_request import GenerationRequest
 from ondevice.serve.guard import json_bytes
 from ondevice.serve.metrics import IgnoredLog, Metrics, log_event
-from ondevice.serve.models import LoadedModel, Models
-from ondevice.serve.streaming import Reading
+from ondevice.serve.models import Models, ServedModel
+from ondevice.serve.streaming import PromptReading
 from ondevice.settings import sampling_options, with_model_defaults
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def new_id(prefix: str) -> str:
 class Generation:
     """The events of one generation, taken one by one. Taking raises RequestError if it failed."""
 
-    def __init__(self, reading: Reading | None = None) -> None:
+    def __init__(self, reading: PromptReading | None = None) -> None:
         self.reading = reading
         """Gets the prompt's progress, if it is asked for."""
         self.complete = False
@@ -121,7 +121,7 @@ class Generation:
 
 @asynccontextmanager
 async def generation(
-    service: Service, request: GenerationRequest, reading: Reading | None = None
+    service: Service, request: GenerationRequest, reading: PromptReading | None = None
 ) -> AsyncIterator[Generation]:
     """A context with the events of a generation, which is cancelled if the context ends first."""
     running = Generation(reading)
@@ -181,9 +181,9 @@ def _refusal(error: OndeviceError, request: GenerationRequest) -> RequestError:
     return answer
 
 
-def reading_of(service: Service, request: GenerationRequest) -> Reading:
+def reading_of(service: Service, request: GenerationRequest) -> PromptReading:
     """The progress of reading a request's prompts. request: its first generation."""
-    return Reading(partial(_waiting_tokens, service, request))
+    return PromptReading(partial(_waiting_tokens, service, request))
 
 
 async def _waiting_tokens(service: Service, request: GenerationRequest) -> int:
@@ -260,7 +260,7 @@ def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
 
 
 async def _events(
-    service: Service, loaded: LoadedModel, request: GenerationRequest, running: Generation
+    service: Service, loaded: ServedModel, request: GenerationRequest, running: Generation
 ) -> AsyncGenerator[Event, None]:
     model = loaded.model
     if request.least_context > model.plan.max_context:

@@ -15,7 +15,7 @@ from ondevice.chat_template import abilities
 from ondevice.config import SamplingConfig
 from ondevice.serve.errors import RequestError
 from ondevice.serve.exchange import Service, json_answer, read_object
-from ondevice.serve.models import LoadedModel
+from ondevice.serve.models import ServedModel
 from ondevice.serve.openai_chat import take_prompting
 from ondevice.serve.openai_common import ids_of, take_messages
 from ondevice.serve.raw_text import NamedSpelling, spelled
@@ -37,7 +37,7 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def is_id(value: Any, loaded: LoadedModel) -> bool:
+def is_id(value: Any, loaded: ServedModel) -> bool:
     """Whether a JSON value is one of the model's token ids."""
     return type(value) is int and 0 <= value < loaded.facts.vocab_size
 
@@ -132,7 +132,7 @@ async def _slots(service: Service, request: Request) -> Response:
     return json_answer([_slot(loaded, index, index < busy) for index in range(loaded.parallel)])
 
 
-def _slot(loaded: LoadedModel, index: int, busy: bool) -> dict[str, Any]:
+def _slot(loaded: ServedModel, index: int, busy: bool) -> dict[str, Any]:
     return {
         "id": index,
         "id_task": -1,

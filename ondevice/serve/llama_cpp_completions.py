@@ -41,10 +41,10 @@ from ondevice.serve.generation_request import (
     take_top_p,
 )
 from ondevice.serve.llama_cpp import NO_SLOT, RANDOM_SEED, is_id, settings
-from ondevice.serve.models import LoadedModel
+from ondevice.serve.models import ServedModel
 from ondevice.serve.openai_common import MAX_BIASES, MAX_CHOICES, MIN_LOGPROB, ids_of, shown_token
 from ondevice.serve.raw_text import spelled
-from ondevice.serve.streaming import Reading, progress_field, sse, sse_dialect, streamed
+from ondevice.serve.streaming import PromptReading, progress_field, sse, sse_dialect, streamed
 from ondevice.settings import sampling_options
 from ondevice.stats import GenerationStats, per_second
 from ondevice.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ INERT = (
 
 
 @dataclass(frozen=True)
-class _Request:
+class _LlamaCppRequest:
     generations: tuple[GenerationRequest, ...]
     """One for each choice: all choices of a prompt, then those of the next."""
     stream: bool
@@ -126,11 +126,13 @@ async def _answer(service: Service, fills_gap: bool, request: Request) -> Respon
     return json_answer(results if len(results) > 1 else results[0])
 
 
-def _progress(reading: Reading, progress: PromptProgress) -> bytes:
+def _progress(reading: PromptReading, progress: PromptProgress) -> bytes:
     return sse(_empty_part(reading.index, progress.tokens) | progress_field(progress))
 
 
-async def _parts(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
+async def _parts(
+    service: Service, wanted: _LlamaCppRequest, reading: PromptReading
+) -> AsyncGenerator[bytes, None]:
     for index, request in enumerate(wanted.generations):
         events: list[Event] = []
         reading.index = index
@@ -170,7 +172,11 @@ def _part(
 
 
 def _result(
-    index: int, events: Sequence[Event], running: Generation, wanted: _Request, request: GenerationRequest
+    index: int,
+    events: Sequence[Event],
+    running: Generation,
+    wanted: _LlamaCppRequest,
+    request: GenerationRequest,
 ) -> dict[str, Any]:
     """The object that ends a reply. In a stream its `content` is empty, as the text has been sent."""
     last, tokenizer = events[-1], running.tokenizer
@@ -260,7 +266,7 @@ def _timings(stats: GenerationStats) -> dict[str, Any]:
     return timings
 
 
-def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
+def _read(fields: Fields, loaded: ServedModel, fills_gap: bool) -> _LlamaCppRequest:
     """The parsed request. Raises RequestError, and what encoding raises."""
     most = _take_most_tokens(fields)
     options = _take_options(fields, loaded)
@@ -288,7 +294,7 @@ def _read(fields: Fields, loaded: LoadedModel, fills_gap: bool) -> _Request:
         for index in range(choices)
     )
     requests = (first, *(replace(each, follows=True) for each in rest))
-    return _Request(requests, stream, returns_tokens, tells_progress, most, paths)
+    return _LlamaCppRequest(requests, stream, returns_tokens, tells_progress, most, paths)
 
 
 def _take_most_tokens(fields: Fields) -> int:
@@ -298,7 +304,7 @@ def _take_most_tokens(fields: Fields) -> int:
     return -1 if most is None else max(most, -1)
 
 
-def _take_options(fields: Fields, loaded: LoadedModel) -> dict[str, Any]:
+def _take_options(fields: Fields, loaded: ServedModel) -> dict[str, Any]:
     """Options of SamplingConfig. Values that turn an option off in this dialect become those that do so
     here."""
     temperature = fields.number("temperature", -100.0, 100.0)
@@ -330,7 +336,7 @@ def _take_stop(fields: Fields) -> tuple[str, ...] | None:
     return Fields({"stop": value}, fields.path).strings("stop", MAX_STOPS, MAX_STOP_CHARS) or None
 
 
-def _take_biases(fields: Fields, loaded: LoadedModel) -> dict[int, float] | None:
+def _take_biases(fields: Fields, loaded: ServedModel) -> dict[int, float] | None:
     """Biases by token id, from pairs or an object. A text's bias counts for all of its tokens."""
     value, no_end = fields.take("logit_bias"), fields.boolean("ignore_eos")
     tokenizer = loaded.model.tokenizer
@@ -358,7 +364,7 @@ def _take_biases(fields: Fields, loaded: LoadedModel) -> dict[int, float] | None
     return biases or None
 
 
-def _take_prompts(fields: Fields, loaded: LoadedModel) -> list[tuple[int, ...]]:
+def _take_prompts(fields: Fields, loaded: ServedModel) -> list[tuple[int, ...]]:
     """Token ids of each prompt. A list that has a number is one prompt."""
     value = fields.take("prompt")
     several = isinstance(value, list) and not any(type(part) is int for part in value)
@@ -368,7 +374,7 @@ def _take_prompts(fields: Fields, loaded: LoadedModel) -> list[tuple[int, ...]]:
     return [tuple(_prompt_ids(fields, prompt, loaded)) for prompt in prompts]
 
 
-def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
+def _prompt_ids(fields: Fields, prompt: Any, loaded: ServedModel) -> list[int]:
     """Token ids of a text, or of a sequence of texts and token ids. A leading text gets the beginning
     token."""
     if isinstance(prompt, dict):
@@ -392,7 +398,7 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: LoadedModel) -> list[int]:
     return ids
 
 
-def _take_gap(fields: Fields, loaded: LoadedModel, most_tokens: int) -> tuple[int, ...]:
+def _take_gap(fields: Fields, loaded: ServedModel, most_tokens: int) -> tuple[int, ...]:
     """Token ids of a prompt for the gap between `input_prefix` and `prompt`, and `input_suffix`.
 
     `prompt` is an editor's line up to the cursor.

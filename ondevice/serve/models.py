@@ -45,7 +45,7 @@ class ModelFacts:
     architecture: str
     parameters: int
     nbytes: int
-    quantisation: str
+    quantization: str
     max_context: int
     """Most tokens that the model was made for."""
     planned_context: int
@@ -65,7 +65,7 @@ class ModelFacts:
     """The authors' recommendation for replies."""
 
 
-class LoadedModel:
+class ServedModel:
     """A loaded model, and the number of requests that it works for."""
 
     def __init__(self, facts: ModelFacts, model: Model) -> None:
@@ -134,7 +134,7 @@ class Models:
         """
         self.facts = {model.name: model for model in facts}
         self._aliases = aliases
-        self.residents: list[LoadedModel] = []
+        self.residents: list[ServedModel] = []
         """The loaded models, least recently used first."""
         self.waiting = 0
         self._load = load
@@ -156,7 +156,7 @@ class Models:
             self._add(self.find(None), first)
 
     @property
-    def loaded(self) -> LoadedModel | None:
+    def loaded(self) -> ServedModel | None:
         """The model that was used last."""
         return self.residents[-1] if self.residents else None
 
@@ -190,7 +190,7 @@ class Models:
             )
         return facts
 
-    def loaded_as(self, facts: ModelFacts) -> LoadedModel | None:
+    def loaded_as(self, facts: ModelFacts) -> ServedModel | None:
         """The loaded model; None if it isn't loaded."""
         return next((loaded for loaded in self.residents if loaded.facts is facts), None)
 
@@ -200,7 +200,7 @@ class Models:
         return facts.planned_context if loaded is None else loaded.model.plan.max_context
 
     @asynccontextmanager
-    async def admitted(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[LoadedModel]:
+    async def admitted(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[ServedModel]:
         """A context in which the caller may generate, with the model loaded.
 
         follows: whether the request has been admitted before. It may then wait even if too many do, as its
@@ -225,7 +225,7 @@ class Models:
                 self._admit()
 
     @asynccontextmanager
-    async def ensure_loaded(self, facts: ModelFacts) -> AsyncIterator[LoadedModel]:
+    async def ensure_loaded(self, facts: ModelFacts) -> AsyncIterator[ServedModel]:
         """A context with the model loaded, for work other than generating. It waits only for loading."""
         known = self.loaded_as(facts)
         if known is not None:
@@ -364,7 +364,7 @@ class Models:
     def _is_changing(self) -> bool:
         return self._changing is not None and not self._changing.done()
 
-    async def _ensured(self, facts: ModelFacts) -> LoadedModel:
+    async def _ensured(self, facts: ModelFacts) -> ServedModel:
         """The loaded model. Loading continues if the client goes."""
         while self._is_changing:
             assert self._changing is not None
@@ -374,7 +374,7 @@ class Models:
         changing = self._changing = asyncio.create_task(self._changed(facts))
         return await asyncio.shield(changing)
 
-    async def _changed(self, facts: ModelFacts) -> LoadedModel:
+    async def _changed(self, facts: ModelFacts) -> ServedModel:
         """The model, newly loaded or not, with the memory that the others leave it."""
         for loaded in self.residents:
             if loaded.facts is facts:
@@ -395,13 +395,13 @@ class Models:
         log_event("loaded", model=facts.name, seconds=round(time.monotonic() - begun, 3))
         return self._add(facts, model)
 
-    def _add(self, facts: ModelFacts, model: Model) -> LoadedModel:
-        self.residents.append(LoadedModel(facts, model))
+    def _add(self, facts: ModelFacts, model: Model) -> ServedModel:
+        self.residents.append(ServedModel(facts, model))
         if self._budget_bytes is None:
             self._budget_bytes = model.memory_pressure.user_budget_bytes
         return self.residents[-1]
 
-    async def _share(self, loaded: LoadedModel, budget_bytes: int | None) -> None:
+    async def _share(self, loaded: ServedModel, budget_bytes: int | None) -> None:
         """Give a loaded model the memory that others leave. Raises BudgetError if that is too little."""
         plan, resident = loaded.model.plan, loaded.resident
         assert budget_bytes is not None, "it is known once a model is loaded"
@@ -416,7 +416,7 @@ class Models:
                     raise
 
     async def _make_room(
-        self, least_bytes: int, full_bytes: int, budget_bytes: int | None, but: LoadedModel | None = None
+        self, least_bytes: int, full_bytes: int, budget_bytes: int | None, but: ServedModel | None = None
     ) -> None:
         """Have other models than `but` make room for one."""
         others = {it.facts.name: it for it in self._by_need() if it is not but}
@@ -432,29 +432,29 @@ class Models:
             least = await asyncio.to_thread(_yield_memory, others[name].model)
             log_event("yielded", model=name, budget_bytes=least)
 
-    async def _unload_one(self, but: LoadedModel | None = None) -> bool:
+    async def _unload_one(self, but: ServedModel | None = None) -> bool:
         """Unload the idle model that was used least recently. Returns False if there is none."""
         idle = [it for it in self._by_need() if it is not but and not it.at_work]
         if idle:
             await self._unload(idle[0])
         return bool(idle)
 
-    def _by_need(self) -> list[LoadedModel]:
+    def _by_need(self) -> list[ServedModel]:
         """The loaded models in the order in which they make room: not kept ones first, then by last use."""
         return sorted(self.residents, key=lambda it: it.is_kept)
 
-    async def _unload(self, loaded: LoadedModel) -> None:
+    async def _unload(self, loaded: ServedModel) -> None:
         self.residents.remove(loaded)
         await self._close(loaded)
 
-    async def _close(self, loaded: LoadedModel) -> None:
+    async def _close(self, loaded: ServedModel) -> None:
         is_kept = loaded.is_kept
         await asyncio.to_thread(loaded.model.close)
         # kept=True: a client wanted the model to stay longer.
         log_event("unloaded", model=loaded.facts.name, kept=is_kept)
 
 
-async def _drop_prefixes(others: Sequence[LoadedModel], full_bytes: int, budget_bytes: int) -> None:
+async def _drop_prefixes(others: Sequence[ServedModel], full_bytes: int, budget_bytes: int) -> None:
     """Have idle models drop their texts' states, unless a model of full_bytes has room anyway."""
     claimed = sum(it.resident.claim_bytes for it in others)
     # A claim has one full context.

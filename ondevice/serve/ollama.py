@@ -47,8 +47,8 @@ from ondevice.serve.generation_request import (
     take_top_p,
 )
 from ondevice.serve.guard import json_bytes
-from ondevice.serve.models import LoadedModel, ModelFacts
-from ondevice.serve.streaming import Dialect, Reading, streamed
+from ondevice.serve.models import ModelFacts, ServedModel
+from ondevice.serve.streaming import Dialect, PromptReading, streamed
 from ondevice.serve.tools import LEVELS, checked_messages, function_tool, take_calls, take_tools
 
 VERSION = "0.12.0"
@@ -77,7 +77,7 @@ _Shape = Callable[[str, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Request:
+class _OllamaRequest:
     generation: GenerationRequest
     stream: bool
     think: bool
@@ -109,7 +109,7 @@ async def _running(service: Service, request: Request) -> Response:
     return json_answer({"models": [_resident(loaded) for loaded in reversed(service.models.residents)]})
 
 
-def _resident(loaded: LoadedModel) -> dict[str, Any]:
+def _resident(loaded: ServedModel) -> dict[str, Any]:
     plan = loaded.model.plan
     nbytes = plan.total_bytes - plan.others_bytes
     memory = {"size": nbytes, "size_vram": 0, "context_length": plan.max_context}
@@ -161,7 +161,7 @@ async def _chat(service: Service, request: Request) -> Response:
         model, messages=messages, prompting=prompting, options=options, least_context=context
     )
     return await _answer(
-        service, request, _Request(generation_request, stream, think is not False, shape, kept)
+        service, request, _OllamaRequest(generation_request, stream, think is not False, shape, kept)
     )
 
 
@@ -198,7 +198,7 @@ async def _generate(service: Service, request: Request) -> Response:
             model, messages, prompting=prompting, options=options, least_context=context
         )
     return await _answer(
-        service, request, _Request(generation_request, stream, think is not False, shape, kept)
+        service, request, _OllamaRequest(generation_request, stream, think is not False, shape, kept)
     )
 
 
@@ -212,7 +212,7 @@ async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float 
     return json_answer(_head(model) | shape("", "") | done)
 
 
-async def _answer(service: Service, request: Request, wanted: _Request) -> Response:
+async def _answer(service: Service, request: Request, wanted: _OllamaRequest) -> Response:
     if wanted.stream:
         reading, path = reading_of(service, wanted.generation), request.url.path
         dialect = Dialect(partial(_ping, wanted), lambda error: _line(error_body(path, error)))
@@ -231,12 +231,14 @@ async def _answer(service: Service, request: Request, wanted: _Request) -> Respo
     return json_answer(body)
 
 
-def _ping(wanted: _Request, reading: Reading) -> bytes:
+def _ping(wanted: _OllamaRequest, reading: PromptReading) -> bytes:
     """A line without text, as lines of JSON have no comments."""
     return _line(_head(wanted.generation.model) | wanted.shape("", "") | {"done": False})
 
 
-async def _lines(service: Service, wanted: _Request, reading: Reading) -> AsyncGenerator[bytes, None]:
+async def _lines(
+    service: Service, wanted: _OllamaRequest, reading: PromptReading
+) -> AsyncGenerator[bytes, None]:
     begun, model = time.monotonic_ns(), wanted.generation.model
     try:
         async with generation(service, wanted.generation, reading) as running:
@@ -400,7 +402,7 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
         "family": facts.architecture,
         "families": [facts.architecture],
         "parameter_size": f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M",
-        "quantization_level": facts.quantisation.upper(),
+        "quantization_level": facts.quantization.upper(),
     }
 
 

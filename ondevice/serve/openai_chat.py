@@ -47,7 +47,7 @@ from ondevice.serve.openai_common import (
     take_sampling,
     usage,
 )
-from ondevice.serve.streaming import Reading, progress_field, sse, sse_dialect, streamed
+from ondevice.serve.streaming import PromptReading, progress_field, sse, sse_dialect, streamed
 from ondevice.serve.tools import (
     CallStep,
     CallSteps,
@@ -62,7 +62,7 @@ from ondevice.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ChatRequest:
     generation: GenerationRequest
     choices: int
     stream: bool
@@ -93,7 +93,7 @@ async def _chat(service: Service, request: Request) -> Response:
     return json_answer(head | body)
 
 
-def _read(service: Service, fields: Fields) -> _Request:
+def _read(service: Service, fields: Fields) -> _ChatRequest:
     model = service.models.find(fields.text("model"))
     messages = take_messages(fields)
     options = take_sampling(fields, model)
@@ -131,7 +131,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     generation_request = GenerationRequest(
         model, messages, prompting=prompting, options=options, constraint_field="response_format"
     )
-    return _Request(generation_request, choices, stream, include_usage, tells_progress)
+    return _ChatRequest(generation_request, choices, stream, include_usage, tells_progress)
 
 
 def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
@@ -213,12 +213,12 @@ def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any)
     return head | {"choices": [choice]}
 
 
-def _progress(head: dict[str, Any], reading: Reading, progress: PromptProgress) -> bytes:
+def _progress(head: dict[str, Any], reading: PromptReading, progress: PromptProgress) -> bytes:
     return sse(_chunk(head, reading.index, {}) | progress_field(progress))
 
 
 async def _chunks(
-    service: Service, wanted: _Request, head: dict[str, Any], reading: Reading
+    service: Service, wanted: _ChatRequest, head: dict[str, Any], reading: PromptReading
 ) -> AsyncGenerator[bytes, None]:
     """The stream's chunks. head: the fields that all chunks have."""
     usages = []

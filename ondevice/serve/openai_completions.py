@@ -41,7 +41,7 @@ from ondevice.serve.openai_common import (
     usage,
 )
 from ondevice.serve.raw_text import prompt_parts
-from ondevice.serve.streaming import Reading, sse, sse_dialect, streamed
+from ondevice.serve.streaming import PromptReading, sse, sse_dialect, streamed
 from ondevice.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -51,7 +51,7 @@ MAX_LOGPROBS = 5
 
 
 @dataclass(frozen=True)
-class _Request:
+class _CompletionRequest:
     generations: tuple[GenerationRequest, ...]
     """One for each choice: all choices of a prompt, then those of the next."""
     choices: int
@@ -106,7 +106,7 @@ async def _complete(service: Service, request: Request) -> Response:
     return json_answer(head | {"choices": choices, "usage": summed(usages, wanted.choices)})
 
 
-def _read(service: Service, fields: Fields) -> _Request:
+def _read(service: Service, fields: Fields) -> _CompletionRequest:
     model = service.models.find(fields.text("model"))
     prompts = _prompts(fields, model)
     options = take_sampling(fields, model)
@@ -133,7 +133,7 @@ def _read(service: Service, fields: Fields) -> _Request:
     ]
     first, *rest = (each.again(index) for each in requests for index in range(choices))
     every = (first, *(replace(each, follows=True) for each in rest))
-    return _Request(every, choices, stream, include_usage, echo)
+    return _CompletionRequest(every, choices, stream, include_usage, echo)
 
 
 def _take_suffix(fields: Fields, prompts: Sequence[str | tuple[int, ...]]) -> str | None:
@@ -242,7 +242,7 @@ def _usage(last: Event) -> dict[str, Any]:
 
 
 async def _chunks(
-    service: Service, wanted: _Request, head: dict[str, Any], reading: Reading
+    service: Service, wanted: _CompletionRequest, head: dict[str, Any], reading: PromptReading
 ) -> AsyncGenerator[bytes, None]:
     if wanted.include_usage:
         head = head | {"usage": None}

@@ -89,7 +89,7 @@ def _studio_shown(service: Service, facts: ModelFacts) -> dict[str, Any]:
         "publisher": "ondevice",
         "arch": facts.architecture,
         "compatibility_type": "ondevice",
-        "quantization": facts.quantisation,
+        "quantization": facts.quantization,
         "state": "loaded" if is_loaded else "not-loaded",
         "max_context_length": facts.max_context,
     }

@@ -31,7 +31,7 @@ from ondevice.serve.generation_request import GenerationRequest, chosen, take_li
 from ondevice.serve.models import ModelFacts
 from ondevice.serve.openai_common import IGNORED, take_sampling
 from ondevice.serve.openai_input import NO_STATE, Namespaces, echoed_tools, take_input
-from ondevice.serve.streaming import Dialect, Reading, comment, sse, streamed
+from ondevice.serve.streaming import Dialect, PromptReading, comment, sse, streamed
 from ondevice.serve.tools import (
     CallStep,
     CallSteps,
@@ -48,7 +48,7 @@ MAX_METADATA, MAX_METADATA_CHARS = 16, 64
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ResponsesRequest:
     generation: GenerationRequest
     stream: bool
     echoed: dict[str, Any]
@@ -75,7 +75,7 @@ async def _respond(service: Service, request: Request) -> Response:
 
 
 async def _stream(
-    service: Service, wanted: _Request, writer: _Writer, reading: Reading
+    service: Service, wanted: _ResponsesRequest, writer: _Writer, reading: PromptReading
 ) -> AsyncGenerator[bytes, None]:
     try:
         async with generation(service, wanted.generation, reading) as running:
@@ -89,7 +89,7 @@ async def _stream(
         yield writer.begin() + writer.fail(error)
 
 
-def _read(service: Service, fields: Fields) -> _Request:
+def _read(service: Service, fields: Fields) -> _ResponsesRequest:
     model = service.models.find(fields.text("model"))
     instructions, namespaces = fields.text("instructions"), Namespaces(fields.peek("tools"))
     prompting, echoed_prompting = _take_prompting(fields, model, namespaces)
@@ -123,7 +123,7 @@ def _read(service: Service, fields: Fields) -> _Request:
         messages_field="input",
         constraint_field="text.format",
     )
-    return _Request(generation_request, stream, echoed, namespaces)
+    return _ResponsesRequest(generation_request, stream, echoed, namespaces)
 
 
 def _take_text(fields: Fields) -> tuple[Constraint | None, Any]:
@@ -188,7 +188,7 @@ def _take_neutral(fields: Fields) -> None:
     fields.ignore("stream_options")
 
 
-def _new_response(wanted: _Request) -> dict[str, Any]:
+def _new_response(wanted: _ResponsesRequest) -> dict[str, Any]:
     return {
         "id": new_id("resp_"),
         "object": "response",
@@ -231,7 +231,7 @@ class _Writer:
         self._tell("response.in_progress", response=self.response)
         return self._told()
 
-    def ping(self, reading: Reading) -> bytes:
+    def ping(self, reading: PromptReading) -> bytes:
         """The stream's bytes while there is no news."""
         return self.begin() + comment(reading)
 

@@ -135,7 +135,7 @@ def facts_of(
         architecture=bundle.config.architecture,
         parameters=bundle.parameters,
         nbytes=bundle.bundle_bytes,
-        quantisation=bundle.quant.name,
+        quantization=bundle.quant.name,
         max_context=bundle.config.max_context,
         planned_context=planned_context or plan.max_context,
         vocab_size=bundle.config.vocab_size,

@@ -40,7 +40,7 @@ class Stream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Reading:
+class PromptReading:
     """The progress of reading a request's prompts. Belongs to the event loop, except `tell`."""
 
     def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
@@ -99,9 +99,9 @@ class Dialect:
     every step of reading, if the client asks for it.
     """
 
-    ping: Callable[[Reading], bytes]
+    ping: Callable[[PromptReading], bytes]
     error: Callable[[RequestError], bytes]
-    progress: Callable[[Reading, PromptProgress], bytes] | None = None
+    progress: Callable[[PromptReading, PromptProgress], bytes] | None = None
 
 
 def sse(value: Any, event: str = "") -> bytes:
@@ -110,7 +110,7 @@ def sse(value: Any, event: str = "") -> bytes:
     return name + b"data: " + json_bytes(value) + b"\n\n"
 
 
-def comment(reading: Reading) -> bytes:
+def comment(reading: PromptReading) -> bytes:
     """A comment between server-sent events, with the progress of reading."""
     progress = reading.progress
     if progress is None or progress.read_tokens == progress.tokens:
@@ -118,7 +118,9 @@ def comment(reading: Reading) -> bytes:
     return f": reading {progress.read_tokens}/{progress.tokens}\n\n".encode()
 
 
-def sse_dialect(path: str, progress: Callable[[Reading, PromptProgress], bytes] | None = None) -> Dialect:
+def sse_dialect(
+    path: str, progress: Callable[[PromptReading, PromptProgress], bytes] | None = None
+) -> Dialect:
     """A dialect of server-sent events without names, with errors in the form of `path`."""
     return Dialect(comment, lambda error: sse(error_body(path, error)), progress)
 
@@ -142,7 +144,7 @@ async def begin_stream(parts: AsyncGenerator[bytes, None], media_type: str = "te
 
 async def streamed(
     parts: AsyncGenerator[bytes, None],
-    reading: Reading,
+    reading: PromptReading,
     dialect: Dialect,
     media_type: str = "text/event-stream",
 ) -> Stream:
@@ -154,7 +156,7 @@ async def streamed(
 
 
 async def _with_pings(
-    parts: AsyncGenerator[bytes, None], reading: Reading, dialect: Dialect
+    parts: AsyncGenerator[bytes, None], reading: PromptReading, dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
     """The parts, with pings, progress and errors."""
     clock = asyncio.get_running_loop().time

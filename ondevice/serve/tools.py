@@ -44,20 +44,18 @@ LEVELS: dict[str, Think] = {
 """How much to think, by the words of all dialects."""
 
 
-def take_tools(
-    fields: Fields, read: Callable[[Fields], list[dict[str, Any]]], name: str = "tools"
-) -> PromptOptions:
+def take_tools(fields: Fields, read: Callable[[Fields], list[dict[str, Any]]]) -> PromptOptions:
     """The tools of a request. read: returns the tools of one entry, in OpenAI's shape."""
-    value = fields.take(name)
+    value = fields.take("tools")
     if value is None:
         return PLAIN
     if not isinstance(value, list):
-        fields.refuse(name, "must be a list of tools")
-    tools = [tool for at, each in enumerate(value) for tool in read(fields.inner(each, f"{name}[{at}]"))]
+        fields.refuse("tools", "must be a list of tools")
+    tools = [tool for at, each in enumerate(value) for tool in read(fields.inner(each, f"tools[{at}]"))]
     try:
         return PromptOptions.checked(tools, None)
     except UsageError as error:
-        fields.refuse(name, f"can't be used: {error.for_command_line}")
+        fields.refuse("tools", f"can't be used: {error.for_command_line}")
 
 
 def function_tool(fields: Fields) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ class TileRun(NamedTuple):
     start: int
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Tile runs that are read at once."""
 
     extent: Extent
@@ -248,9 +248,9 @@ def _new(linear: StreamedLinear) -> _native.Matrix:
     return _native.Matrix(sections, cols)
 
 
-def _pieces(linears: Sequence[StreamedLinear], piece_bytes: int) -> list[Piece]:
+def _pieces(linears: Sequence[StreamedLinear], piece_bytes: int) -> list[MatrixPiece]:
     """The pieces of a unit, in the order of the file: neighbours are read together."""
-    pieces: list[Piece] = []
+    pieces: list[MatrixPiece] = []
     for index, linear in enumerate(linears):
         for section, (matrix, place) in enumerate(linear.stored):
             first, step = 0, max(1, piece_bytes // place.stride)
@@ -265,9 +265,9 @@ def _pieces(linears: Sequence[StreamedLinear], piece_bytes: int) -> list[Piece]:
                 stop = start + (count - 1) * place.stride + matrix.tile_bytes
                 if room and last is not None:
                     runs = [*pieces.pop().runs, TileRun(index, section, first, count, start - last.offset)]
-                    pieces.append(Piece(Extent(place.file, last.offset, stop - last.offset), runs))
+                    pieces.append(MatrixPiece(Extent(place.file, last.offset, stop - last.offset), runs))
                 else:
                     runs = [TileRun(index, section, first, count, 0)]
-                    pieces.append(Piece(Extent(place.file, start, stop - start), runs))
+                    pieces.append(MatrixPiece(Extent(place.file, start, stop - start), runs))
                 first += count
     return pieces

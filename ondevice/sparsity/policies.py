@@ -100,14 +100,11 @@ class Window(Recency):
 class Frequency:
     """A decayed count of how often a neuron fired. It starts at each layer's `frequencies` (F,), if known."""
 
-    def __init__(
-        self, widths: Sequence[int], decay: float, frequencies: Sequence[Float32] | None = None
-    ) -> None:
+    def __init__(self, widths: Sequence[int], frequencies: Sequence[Float32] | None = None) -> None:
         self._fired = known_frequencies(widths, frequencies)
-        self._decay = decay
 
     def observe(self, layer: int, gates: Float32) -> None:
-        decayed_mean(self._fired[layer], self._decay, fires(gates))
+        decayed_mean(self._fired[layer], FREQUENCY_DECAY, fires(gates))
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer]
@@ -158,7 +155,7 @@ def make_policy(
     if name == "window":
         return Window(widths)
     if name == "frequency":
-        return Frequency(widths, FREQUENCY_DECAY, frequencies)
+        return Frequency(widths, frequencies)
     return GateScore(widths, frequencies)
 
 

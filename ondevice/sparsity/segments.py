@@ -36,7 +36,7 @@ SEGMENTS_AHEAD = 4
 """Most empty segments that wait for neurons."""
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """Neurons first .. stop of a layer, which are read at once and belong to one segment.
 
     plane: index of the layer's high plane in memory, so that only the low one is read; None without one.
@@ -104,7 +104,7 @@ class SegmentPool(NeuronSource):
         self._held: deque[Any] = deque()
         """The computations on each piece that hasn't been released to the read-ahead."""
         self._position = 0
-        self._pieces: list[list[Piece]] = []
+        self._pieces: list[list[SegmentPiece]] = []
         """The pieces of the schedule, by layer. Empty if residency has changed since then."""
         self._scheduled: list[tuple[int, int]] = []
         """`_held_segments` when the pieces were scheduled."""
@@ -254,7 +254,7 @@ class SegmentPool(NeuronSource):
                     extent = _extent(
                         layer, first, stop, skipped_bytes=0 if in_memory is None else layer.high_bytes
                     )
-                    pieces.append(Piece(segment, first, stop, extent, in_memory))
+                    pieces.append(SegmentPiece(segment, first, stop, extent, in_memory))
             self._pieces.append(pieces)
 
     def _held_segments(self) -> list[tuple[int, int]]:

@@ -181,10 +181,10 @@ class TreePolicy:
         self._drafting_seconds += seconds
         return True
 
-    def grown(self, seconds: float, times_asked: int) -> None:
-        """Record that growing the draft took `seconds`, with the drafter asked `times_asked` times."""
-        if times_asked:
-            self._propose_seconds += EMA_WEIGHT * (seconds / times_asked - self._propose_seconds)
+    def grown(self, seconds: float, propose_calls: int) -> None:
+        """Record that growing the draft took `seconds`, with `propose_calls` calls of the drafter."""
+        if propose_calls:
+            self._propose_seconds += EMA_WEIGHT * (seconds / propose_calls - self._propose_seconds)
 
     def computed(self, seconds: float, passes: int) -> None:
         """Record that the drafter ran `passes` forward passes for the draft, in `seconds`."""

@@ -20,7 +20,7 @@ from ondevice.api import Model, load
 from ondevice.errors import OndeviceError
 from ondevice.serve.config import ServeConfig
 from ondevice.serve.metrics import Metrics
-from ondevice.serve.models import LoadedModel, ModelFacts, Models
+from ondevice.serve.models import ModelFacts, Models, ServedModel
 from ondevice.serve.residency import Resident, Room, room_for
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.serving import Serving, serving, until
@@ -234,7 +234,7 @@ def test_a_keep_alive_of_zero_unloads_a_model_behind_the_answer(chat_bundle: Pat
 def test_a_model_that_a_client_keeps_goes_behind_the_others(chat_bundle: Path) -> None:
     """Least use decides among those that nobody keeps, and then among those that somebody does."""
     facts = [cast(ModelFacts, SimpleNamespace(name=name)) for name in "abc"]
-    made = {it.name: LoadedModel(it, cast(Any, None)) for it in facts}
+    made = {it.name: ServedModel(it, cast(Any, None)) for it in facts}
     models = Models(facts, cast(Any, None), None, 1, Metrics())
     models.residents += made.values()
 

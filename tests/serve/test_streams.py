@@ -23,7 +23,7 @@ from ondevice.errors import FlashReadError
 from ondevice.model.transformer import Transformer
 from ondevice.serve import server as server_module
 from ondevice.serve import streaming
-from ondevice.serve.streaming import Reading, begin_stream, comment, sse_dialect, streamed
+from ondevice.serve.streaming import PromptReading, begin_stream, comment, sse_dialect, streamed
 from tests.support.serving import Serving, serving, until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -292,7 +292,7 @@ def test_pings_come_between_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
             ended.append(True)
 
     async def main() -> list[bytes]:
-        reading = Reading(_none)
+        reading = PromptReading(_none)
         reading.tell(PromptProgress(8, 8, 0, 0.0))
         answer = await streamed(parts(), reading, sse_dialect(CHAT))
         sent: list[bytes] = []
@@ -322,7 +322,7 @@ async def _none() -> Any:
 
 def test_comments_say_how_far_the_prompt_is() -> None:
     async def main() -> None:
-        reading = Reading(_none)
+        reading = PromptReading(_none)
         assert comment(reading) == b": working\n\n"
         reading.progress = PromptProgress(21244, 4096, 0, 1.0)
         assert comment(reading) == b": reading 4096/21244\n\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.chat_template import abilities
 from ondevice.errors import OndeviceError
 from ondevice.meter import Counters
-from ondevice.serve.models import LoadedModel, ModelFacts
+from ondevice.serve.models import ModelFacts, ServedModel
 from ondevice.units import process_memory
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Live:
         }
 
 
-def _read_model(loaded: LoadedModel) -> tuple[dict[str, Any] | None, Counters]:
+def _read_model(loaded: ServedModel) -> tuple[dict[str, Any] | None, Counters]:
     """The plan and the totals, or nothing if the model has been closed meanwhile."""
     try:
         return shown(loaded.model.plan, loaded.model.replanned), loaded.model.counters

@@ -104,25 +104,25 @@ class WhileRowsAreCheap(Drafter):
         self._drafter = drafter
         self._row_share = 0.0
         """Time of a row in plain passes, as last measured."""
-        self._is_asked = False
-        """Whether `drafter` was asked for the newest draft."""
+        self._is_active = False
+        """Whether `drafter` takes part in the newest draft."""
 
     def begin(self, text: list[int], sampling: SamplingConfig, prompt_tokens: int | None = None) -> None:
         self._drafter.begin(text, sampling, prompt_tokens)
 
     def observe(self, token: int, logits: Float32 | None) -> None:
-        self._drafter.observe(token, logits if self._is_asked else None)
+        self._drafter.observe(token, logits if self._is_active else None)
 
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:
         self._drafter.end_pass(output, path)
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:
-        self._is_asked = self._is_cheap
-        if self._is_asked:
+        self._is_active = self._is_cheap
+        if self._is_active:
             self._drafter.prepare(kv, max_nodes, cancelled)
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        return self._drafter.propose(path) if self._is_asked else []
+        return self._drafter.propose(path) if self._is_active else []
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
         self._row_share = row_share

@@ -112,7 +112,7 @@ class Waits:
         self.steps.append(time.process_time() - started)
 
     def _catch_up(self, text: Constrained) -> None:
-        if not text.is_behind:
+        if not text.lags:
             return
         steps, pieces = text.catch_up(), list[float]()
         try:
