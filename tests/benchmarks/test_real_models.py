@@ -140,7 +140,7 @@ def test_the_page_says_what_the_document_holds() -> None:
         "| 98.4 | 101 | 4.00 | 182 |",
         "| steady behind them, tokens/s | 61.0 (60.0 to 62.0) | 40.0 (40.0 to 40.0) | 1.52 |",
         "| loading, s | 1.97 (1.94 to 2.00) | 3.00 (3.00 to 3.00) | 1.52 |",
-        "| 35 %, 34.4 MB | refused: needs 221 MB | killed |  |  |  |",
+        "| 35 %, 34.4 MB | refused: needs 221 MB | not measured | killed |  |  |  |",
         "| resident | auto | 1.50, 60.0 | 2.00, 80.0 |  |  |  |  | 1.20 |",
         "| ondevice | 20.000 | 20.200 (+1.0 %) | 0.0639 | 86.9 % | 16,384 |",
     ):

@@ -12,6 +12,10 @@ DRAFT_MODELS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}
 """The model that drafts for another with `--speculation model`."""
 ONDEVICE, LLAMA_CPP = "ondevice", "llama.cpp"
 ENGINES = (ONDEVICE, LLAMA_CPP)
+DRAFTING = "ondevice with drafts"
+"""The arm of ondevice as it is by default, `--speculation auto`; that of its name alone makes no drafts."""
+LIMITED_ARMS = (ONDEVICE, DRAFTING, LLAMA_CPP)
+"""The arms of cases in less memory than the file."""
 FIRST_TOKENS = 24
 """Length of the first reply whose rate is compared with the steady one."""
 SETTLING_TOKENS = 8
@@ -40,6 +44,11 @@ class Case:
     def context(self) -> int:
         """Tokens that keys and values have room for: a multiple of 256, as llama.cpp takes it."""
         return -(-(self.prompt_tokens + self.max_tokens) // 256) * 256
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What takes the case, pair by pair."""
+        return ENGINES if self.share is None else LIMITED_ARMS
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Size:
             cases.append(Case("depth-4096", 4096, after_prompt, self.depth_pairs))
         for share in self.shares:
             name = f"budget-{share}"
-            cases.append(Case(name, 128, SETTLING_TOKENS + 16, self.budget_pairs, warm_up=0, share=share))
+            cases.append(Case(name, 128, SETTLING_TOKENS + 24, self.budget_pairs, warm_up=0, share=share))
         return [case for case in cases if case.prompt_tokens + case.max_tokens <= context]
 
 
@@ -84,7 +93,7 @@ WHOLE = Size(
     long_pairs=2,
     depth_pairs=1,
     budget_pairs=2,
-    shares=(80, 65, 57, 45, 35),
+    shares=(80, 65, 57, 45, 35, 20),
     drafters=("off", "auto", "lookup", "recycling", "resident", "model"),
     draft_rounds=2,
     draft_tokens=48,

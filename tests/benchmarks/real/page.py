@@ -9,13 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from real_models.table import REAL_MODELS
-from tests.benchmarks.real.cases import DRAFT_SHARE, ENGINES, LLAMA_CPP, MODELS, ONDEVICE, WHOLE
-from tests.benchmarks.real.results import document, read
+from tests.benchmarks.real.cases import (
+    DRAFT_SHARE,
+    DRAFTING,
+    ENGINES,
+    LIMITED_ARMS,
+    LLAMA_CPP,
+    MODELS,
+    ONDEVICE,
+    WHOLE,
+)
+from tests.benchmarks.real.results import LIMIT_REASONS, document, read
 from tests.benchmarks.real.texts import KINDS
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs/real-models.md"
 STORED = ROOT / "tests/benchmarks/data/real_models.json"
+PICTURE = ROOT / "docs/pictures/real_budgets.svg"
+RATE = "decode_tokens_per_second"
+DRAWN_BYTES = 400e6
 Document = dict[str, Any]
 QUIET = 0.05
 """Share of the processors that others may take in the median run."""
@@ -39,10 +51,12 @@ METHOD = """## How it was measured
   and figures are medians with the least and the most of the runs in parentheses. The ratio is of the
   medians, and above 1 where ondevice is better.
 - Both engines have the same tokens, threads, context and float16 keys and values, and choose greedily.
-  ondevice drafts nothing except where the table is of drafts.
+  ondevice drafts nothing except in the table of drafts and where a column says so; there it is as it is by
+  default.
 - With everything resident, both have their own defaults. With a limit, both run inside a memory cgroup of
   that size (everything the process takes counts, its code and the page cache of its files too); ondevice is
-  given the limit as `--dram-budget`, and llama.cpp maps the file without repacking it. *Killed* is what the
+  given the limit as `--dram-budget`, and llama.cpp maps the file without repacking it; a run that takes four
+  minutes is ended. *Killed* is what the
   kernel did to a process that needed more; *refused* is ondevice's answer to a budget that it can't keep,
   with what it would take at most. The least budget is what it takes with a context of 512 tokens once
   everything is known.
@@ -149,18 +163,54 @@ def budgets(table: Table) -> str:
     for model in table.models():
         for share in WHOLE.shares:
             case = f"budget-{share}"
-            if any((model, case, engine) in table.cases for engine in ENGINES):
+            if any((model, case, arm) in table.cases for arm in LIMITED_ARMS):
                 limit = number(REAL_MODELS[model].nbytes * share // 100 / 1e6)
+                rates = [table.cell(model, case, arm, RATE) for arm in LIMITED_ARMS]
+                best, theirs = (table.value(model, case, arm, RATE) for arm in (DRAFTING, LLAMA_CPP))
                 start = table.pair(model, case, "start_to_first_token_seconds", lower=True)[:2]
                 cells = [
-                    *table.pair(model, case, "decode_tokens_per_second"),
-                    *("" if cell.startswith(("killed", "refused", "skipped")) else cell for cell in start),
+                    *rates,
+                    f"{best / theirs:.2f}" if best and theirs else "",
+                    *("" if cell.startswith(LIMIT_REASONS) else cell for cell in start),
                 ]
                 rows.append([f"`{model}`", f"{share} %, {limit} MB", *cells])
-    heads = ["model", "of the file", f"{ONDEVICE}, tokens/s", f"{LLAMA_CPP}, tokens/s", "ratio"]
+    heads = [
+        "model",
+        "of the file",
+        *(f"{arm}, tokens/s" for arm in LIMITED_ARMS),
+        f"drafts over {LLAMA_CPP}",
+    ]
     heads += [f"{ONDEVICE}, first token, s", f"{LLAMA_CPP}, first token, s"]
     text = "Prompt of 128 tokens. The limit holds the process, its code, its buffers and its page cache.\n\n"
-    return "## In less memory than the file\n\n" + text + markdown(heads, rows)
+    picture = f"![tokens per second over memory](pictures/{PICTURE.name})\n\n"
+    return "## In less memory than the file\n\n" + text + picture + markdown(heads, rows)
+
+
+def draw_budgets(made: Document, path: Path) -> None:
+    """Tokens/s over memory of the models that are larger than a small process, as an SVG of two plots."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    table = Table(made)
+    models = [model for model in table.models() if REAL_MODELS[model].nbytes > DRAWN_BYTES]
+    figure, axes = pyplot.subplots(
+        1, max(1, len(models)), figsize=(4.5 * max(1, len(models)), 3.6), squeeze=False
+    )
+    for axis, model in zip(axes[0], models, strict=False):
+        for arm in LIMITED_ARMS:
+            points = [(share, table.value(model, f"budget-{share}", arm, RATE)) for share in WHOLE.shares]
+            # Where everything is resident, drafts are measured on other texts.
+            points.insert(0, (100, None if arm == DRAFTING else table.value(model, "depth-128", arm, RATE)))
+            drawn = [(share, rate) for share, rate in points if rate]
+            if drawn:
+                axis.plot(*zip(*drawn, strict=True), marker="o", label=arm)
+        axis.set(title=model, xlabel="memory, % of the file", ylabel="tokens/s", yscale="log")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def drafts(table: Table) -> str:
@@ -269,5 +319,6 @@ def write_page(runs: Path) -> int:
     made = document(*read(runs))
     STORED.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(made), encoding="utf-8")
-    print(f"{PAGE} and {STORED}", file=sys.stderr)
+    draw_budgets(made, PICTURE)
+    print(f"{PAGE}, {PICTURE} and {STORED}", file=sys.stderr)
     return 0

@@ -70,8 +70,8 @@ class Bench:
         """The cases of both engines, in interleaved pairs."""
         for case in self.size.cases(model.tokens["context"]):
             for pair in range(case.pairs):
-                for engine in ENGINES:
-                    self.once(RunId(model.name, case.name, engine, pair), lambda: model.run(case, engine))  # noqa: B023
+                for arm in case.arms:
+                    self.once(RunId(model.name, case.name, arm, pair), lambda: model.run(case, arm))  # noqa: B023
 
     def drafts(self, model: RealModel) -> None:
         """Every drafter on prompts of each kind, one after another in each round."""

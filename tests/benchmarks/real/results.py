@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
+LIMIT_REASONS = ("killed", "refused", "skipped", "no end")
+"""How the reason of a run begins that failed by its limit."""
 
 
 class RunId(NamedTuple):
@@ -138,12 +140,11 @@ def changed_texts(rows: Iterable[Row]) -> list[str]:
 
 def crashes(rows: Iterable[Row]) -> list[str]:
     """Runs that failed otherwise than by their limit, with the reason."""
-    expected = ("killed", "refused", "skipped")
     return sorted(
         {
             f"{row['model']}, {row['case']}, {row['arm']}: {without_paths(row['reason'])}"
             for row in rows
-            if not row.get("survived", True) and not row["reason"].startswith(expected)
+            if not row.get("survived", True) and not row["reason"].startswith(LIMIT_REASONS)
         }
     )
 
