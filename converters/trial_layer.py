@@ -11,18 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import (
-    Block,
-    Bytes,
-    EmbeddingSource,
-    FeedForwardSource,
-    Float32,
-    KVLayout,
-)
+from ondevice.backends.base import Block, Bytes, EmbeddingSource, FeedForwardSource, Float32
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.backends.routing import Routing
 from ondevice.bundle.layout import RecordLayout, SliceLayout

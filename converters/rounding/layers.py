@@ -20,7 +20,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ondevice.backends.base import Block, Float32, KVLayout
+from ondevice.backends.base import Block, Float32
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.bundle.weight_shapes import layer_weight_shapes
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.base import Float32
 from ondevice.backends.cpu import make_runner
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.layout import largest_neuron_layout
 from ondevice.bundle.reader import Bundle

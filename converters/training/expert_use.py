@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.routing import Routing
 from ondevice.bundle.expert_use import (
     EXPERT_USE,

@@ -10,8 +10,6 @@ K/N columns/rows of a matrix, G groups of 64 columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -19,8 +17,9 @@ from numpy.typing import NDArray
 
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.latent import LatentOps
-from ondevice.backends.recurrent import MARKS, RecurrentOps, StateLayout, StateStore
+from ondevice.backends.recurrent import RecurrentOps, StateStore
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout, SliceLayout, TileLayout
@@ -29,9 +28,7 @@ from ondevice.model_config import (
     Activation,
     AttentionSpec,
     FeedForwardSpec,
-    HeadSizes,
     LayerSpec,
-    ModelConfig,
 )
 from ondevice.records import dataclass
 
@@ -53,99 +50,8 @@ FeedForward: TypeAlias = Any
 Block: TypeAlias = Any
 """Keys and values of 64 positions: `Bytes` that `cpu` and `reference` write to, or None with `KVArrays`."""
 
-BLOCK_TOKENS = 64
-"""Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
 KEY_LANES = 16
 """Positions whose keys are stored side by side."""
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """Byte layout of one key/value block: `BLOCK_TOKENS` positions of every head of every layer with keys.
-
-    Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
-    (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
-    lines. Value codes are (64, value width). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32
-    bits (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple
-    of 64 bytes. `KVArrays` take the same number of bytes, in another order.
-
-    In latent attention there are [codes][latent scales][rotary scales] instead: a key is the latent, which is
-    also the value, and a rotary part.
-
-    Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
-    q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
-    """
-
-    config: ModelConfig
-    kv_bits: Literal[32, 16, 8] = 16
-    drafts: bool = False
-    marks: int = MARKS
-    """Whether texts have drafts, and the most marks of a text: recurrent states take memory for both."""
-
-    @cached_property
-    def heads(self) -> tuple[HeadSizes, ...]:
-        """The heads of each layer that stores keys and values."""
-        return tuple(map(self.config.stored_heads, self.config.layers[: self.config.num_kv_layers]))
-
-    def codes_bytes(self, layer: int) -> int:
-        """Bytes of one head's key codes in a block."""
-        return BLOCK_TOKENS * self.heads[layer].width * self.kv_bits // 8
-
-    @cached_property
-    def scales_bytes(self) -> int:
-        """Bytes of one head's key (or value) scales in a block; 0 unless at 8 bits."""
-        return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
-
-    def head_bytes(self, layer: int) -> int:
-        """Bytes of one (layer, kv head) in a block: keys, then values."""
-        codes = BLOCK_TOKENS * self.heads[layer].stored_width * self.kv_bits // 8
-        return codes + 2 * self.scales_bytes
-
-    def layer_bytes(self, layer: int) -> int:
-        """Bytes of one layer in a block."""
-        return self.heads[layer].keys * self.head_bytes(layer)
-
-    @cached_property
-    def layer_offsets(self) -> tuple[int, ...]:
-        """Bytes from the start of a block to those of each layer, and to the block's end."""
-        return (0, *accumulate(map(self.layer_bytes, range(len(self.heads)))))
-
-    @property
-    def block_bytes(self) -> int:
-        # Blocks of layers without keys still have an address.
-        return self.layer_offsets[-1] or 64
-
-    @cached_property
-    def states(self) -> StateLayout:
-        """Layout of the states that recurrent layers have instead of keys and values."""
-        token_bytes, model_states = self.block_bytes // BLOCK_TOKENS, self.config.part.states
-        if model_states:
-            _, values, heads = model_states
-            token_bytes = values * self.kv_bits // 8 + (8 * heads if self.kv_bits == 8 else 0)
-        return StateLayout(self.config, token_bytes, self.drafts, self.marks)
-
-    def nbytes(self, n_tokens: int) -> int:
-        """Bytes of the blocks and states of a text of n_tokens."""
-        return self.blocks(n_tokens) * self.block_bytes + self.states.text_bytes(n_tokens)
-
-    def head_offset(self, layer: int, head: int) -> int:
-        """Bytes from the start of a block to those of (layer, kv head)."""
-        return self.layer_offsets[layer] + head * self.head_bytes(layer)
-
-    @cached_property
-    def stretches(self) -> tuple[tuple[int, HeadSizes], ...]:
-        """(offset, heads) of each run of neighbouring layers whose heads have one width."""
-        stretches, kinds = [], [sizes._replace(keys=0) for sizes in self.heads]
-        for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
-            layers = list(group)
-            keys = sum(self.heads[it].keys for it in layers)
-            if keys:
-                stretches.append((self.layer_offsets[layers[0]], kind._replace(keys=keys)))
-        return tuple(stretches)
-
-    def blocks(self, n_tokens: int) -> int:
-        """Number of blocks that hold n_tokens positions."""
-        return -(-n_tokens // BLOCK_TOKENS)
 
 
 class KVStore(Protocol):
@@ -157,6 +63,11 @@ class KVStore(Protocol):
     @property
     def blocks(self) -> list[Block]:
         """`Bytes` (block_bytes,), 64-byte aligned, writable; with room for every position given to an op."""
+
+    @property
+    def window_blocks(self) -> Sequence[Block]:
+        """The same of windowed layers, (window_block_bytes,); None where no window reaches."""
+        ...
 
     places: Any
     """The block addresses in a backend's form; None after blocks have changed."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ondevice.backends.base import Backend, Block, KVLayout
+from ondevice.backends.base import Backend, Block
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.kv_layout import KVLayout
 
 
 class BudgetedBackend(Backend, Protocol):

@@ -20,7 +20,6 @@ from ondevice.backends.base import (
     FeedForwardSource,
     Float32,
     Int32,
-    KVLayout,
     LinearSource,
     Norm,
     Router,
@@ -34,6 +33,7 @@ from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.routing import Routing, native_route, sigmoid

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, HeadNorms, KVStore, Norm
+from ondevice.backends.base import Block, Float32, HeadNorms, KVStore, Norm
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.token_tree import TokenTree
 from ondevice.kernels import _native
@@ -25,11 +26,11 @@ class CpuAttention(Protocol):
         """An op's output array of this shape, re-used."""
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        layout, blocks = kv.layout, _addresses(kv)
-        for offset, sizes in layout.stretches:
+        layout, places = kv.layout, _addresses(kv)
+        for windowed, offset, sizes in layout.stretches:
             _native.kv_move(
                 self.runner,
-                blocks,
+                places[windowed],
                 offset,
                 sizes.keys,
                 sizes.width,
@@ -58,7 +59,7 @@ class CpuAttention(Protocol):
         _native.attend(
             self.runner,
             qkv,
-            _addresses(kv),
+            _addresses(kv)[layout.windows[layer] > 0],
             layout.layer_offsets[layer],
             layout.kv_bits,
             sizes.queries,
@@ -108,10 +109,14 @@ class CpuAttention(Protocol):
         return out
 
 
-def _addresses(kv: KVStore) -> NDArray[np.uint64]:
-    """The address of every block, (blocks,)."""
+def _addresses(kv: KVStore) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The address of every block, (blocks,), of layers that see all tokens, and of windowed ones; 0: none."""
     if kv.places is None:
-        addresses = [block.__array_interface__["data"][0] for block in kv.blocks]
-        kv.places = np.array(addresses, dtype=np.uint64)
-    places: NDArray[np.uint64] = kv.places
+        kv.places = (_addresses_of(kv.blocks), _addresses_of(kv.window_blocks))
+    places: tuple[NDArray[np.uint64], NDArray[np.uint64]] = kv.places
     return places
+
+
+def _addresses_of(blocks: Sequence[Block]) -> NDArray[np.uint64]:
+    found = [0 if block is None else block.__array_interface__["data"][0] for block in blocks]
+    return np.array(found, dtype=np.uint64)

@@ -22,7 +22,6 @@ from ondevice.backends.base import (
     FeedForwardSource,
     Float32,
     Int32,
-    KVLayout,
     KVStore,
     LinearSource,
     Norm,
@@ -32,6 +31,7 @@ from ondevice.backends.base import (
 from ondevice.backends.expert_records import HELD_ROWS
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FirstNeurons
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.mlx_experts import Chosen, route
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_linear import MlxLinear

@@ -11,7 +11,8 @@ from contextlib import suppress
 import mlx.core as mx
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
+from ondevice.backends.base import Bytes
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.mlx_memory import Synchronisations, require_memory
 from ondevice.backends.mlx_states import MlxStates
 

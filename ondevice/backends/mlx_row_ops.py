@@ -16,8 +16,9 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from ondevice.backends.base import Float32, HeadNorms, Int32, KVLayout, Norm
+from ondevice.backends.base import Float32, HeadNorms, Int32, Norm
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_experts import MlxExpertMatrix, MlxExperts, route
 from ondevice.backends.mlx_kv import MlxKV

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ondevice.backends import reference_recurrence as recurrence
 from ondevice.backends.base import (
-    BLOCK_TOKENS,
     KEY_LANES,
     NO_BIASES,
     Biases,
@@ -25,7 +24,6 @@ from ondevice.backends.base import (
     Float32,
     HeadNorms,
     Int32,
-    KVLayout,
     KVStore,
     LinearSource,
     Norm,
@@ -35,6 +33,7 @@ from ondevice.backends.base import (
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.recurrent import replay_conv
 from ondevice.backends.routing import route, sigmoid

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.stored_rows import tokens_at_once
 from ondevice.budget.memory_model import MemoryModel, input_bytes, input_form
@@ -45,6 +46,11 @@ QUERY_ROWS = 32
 @dataclass(frozen=True)
 class CpuMemory(MemoryModel):
     """Memory of the native kernels: packed weights, segments of packed neurons, slots of records."""
+
+    @property
+    def kv(self) -> KVLayout:
+        # A second model's text follows the target's, to wherever that goes back.
+        return super().kv if self.drafts_itself else replace(super().kv, pass_tokens=self.pass_tokens)
 
     @property
     def segment(self) -> SegmentShape | SlotShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.sizes import draft_nodes, interleaved_bytes, widest_pass
 from ondevice.bundle.draft_layers import DraftLayer
 from ondevice.bundle.matrix_layout import padded

@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from ondevice.backends.base import BLOCK_TOKENS, KVLayout
 from ondevice.backends.expert_records import HELD_ROWS
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.recurrent import MARKS
 from ondevice.budget.sizes import (
     BufferShape,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.expert_records import ROWS_AT_ONCE, rows_layout
+from ondevice.backends.kv_layout import BLOCK_TOKENS
 from ondevice.backends.recurrent import RULE_TOKENS
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import (

@@ -71,6 +71,8 @@ class Plan:
     pass_tokens: int
     """Tokens of the widest forward pass."""
     process_bytes: int
+    kv_marks_bytes: int = 0
+    """Most that windowed layers keep beside that, where there is room, for a context to go back."""
     sparsity: str = "dense"
     predictor_bytes: int = 0
     draft_bytes: int = 0
@@ -98,7 +100,8 @@ class Plan:
     @cached_property
     def full_bytes(self) -> int:
         """The budget at which everything is resident, with a full context: more changes nothing."""
-        return max(self.resident_budget_bytes + self.embedding_bytes, self.minimum_budget_bytes)
+        resident = self.resident_budget_bytes + self.embedding_bytes + self.kv_marks_bytes
+        return max(resident, self.minimum_budget_bytes)
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
@@ -414,6 +417,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         max_context=memory.max_context,
         kv_block_bytes=kv.nbytes(1),
         kv_cache_bytes=kv.nbytes(memory.max_context),
+        kv_marks_bytes=kv.marks_bytes(memory.max_context),
         segment=memory.segment,
         buffers=memory.buffers,
         activation_bytes=_pass_bytes(memory, max(widest, decoded)),

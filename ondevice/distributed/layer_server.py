@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.distributed.messages import Change, Message, PassMessage, pack, unpack
 from ondevice.distributed.remote_layers import StateRoom, in_backend, in_host_memory

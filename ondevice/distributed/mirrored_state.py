@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.distributed.messages import MAX_CHANGES, Change
 from ondevice.model.layer_range import Allocate, Release
 from ondevice.model.sequence_state import SequenceState

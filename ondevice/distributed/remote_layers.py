@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Block, KVLayout
+from ondevice.backends.base import Backend, Block
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
 from ondevice.distributed.messages import Change, Message, PassMessage, SequenceTokens, pack, unpack
 from ondevice.distributed.mirrored_state import ChangeLog, MirroredState

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.limits import allowance, require_fit
 from ondevice.budget.plan import plan_memory
 from ondevice.budget.token_costs import flash_rate, token_bytes

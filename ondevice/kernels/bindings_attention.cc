@@ -29,6 +29,16 @@ KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t h
           values};
 }
 
+namespace {
+
+// Blocks that no window reaches have the address 0.
+void require_blocks(const Blocks& blocks, int64_t first, int64_t end) {
+  for (int64_t at = first / kKvBlock; at * kKvBlock < end; ++at)
+    require(blocks.data()[at] != 0, "a block that the tokens see isn't there");
+}
+
+}  // namespace
+
 TreeView tree_view(const Tree& tree, int64_t tokens) {
   const auto& [parents, depths] = tree;
   require(static_cast<int64_t>(parents.shape(0)) == tokens && static_cast<int64_t>(depths.shape(0)) == tokens,
@@ -91,6 +101,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
     transform.v_norm = norm_of(v, value_dim ? value_dim : dim);
   }
   const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent, value_dim);
+  require_blocks(blocks, window ? std::max<int64_t>(0, position + 1 - window) : 0, position + tokens);
   const AttentionArgs args{qkv.data(),
                            width,
                            heads,
@@ -118,6 +129,7 @@ void bind_attention(nb::module_& m) {
                       int64_t dim, int bits, int64_t from, int64_t to, int64_t latent, int64_t value_dim) {
     require(from >= 0 && to >= 0, "positions must not be negative");
     const int64_t end = std::max(from, to) + 1;
+    require_blocks(blocks, std::min(from, to), end);
     runner.kernels().kv_move(kv_view(blocks, offset, kv_heads, dim, bits, end, latent, value_dim), from, to);
   });
 }

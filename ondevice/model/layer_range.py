@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Backend, Block, Float32, KVLayout
+from ondevice.backends.base import Array, Backend, Block, Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.row_invariance import RowWidths
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import check_thread

@@ -2,20 +2,24 @@
 
 It grows by blocks of 64 tokens, whose allocator (the memory plan's) may refuse. Ops read and write the blocks
 by `KVLayout`, or a backend's arrays of the same capacity. Recurrent layers have `recurrent_states.py` instead
-of keys and values.
+of keys and values; which blocks of windowed layers stay is in `window_blocks.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
+from ondevice.backends.base import Block, Bytes
 from ondevice.backends.kv_arrays import KVArrays
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.recurrent import PROMPT_TAIL
+from ondevice.errors import BudgetError
 from ondevice.model.recurrent_states import RecurrentStates
+from ondevice.model.window_blocks import WindowBlocks
 
 __all__ = ["BLOCK_TOKENS", "KVLayout", "SequenceState", "allocate_block", "common_prefix"]
 
@@ -81,6 +85,12 @@ class SequenceState:
         if layout.states.nbytes:
             memory = None if arrays is None else arrays.states
             self.states = RecurrentStates(layout.states, allocate, release, memory)
+        self.windows = WindowBlocks(layout, allocate, release) if layout.ring else None
+        """Blocks of windowed layers; None in a model without such."""
+        self.before_loss: Callable[[SequenceState, int], None] = lambda kv, stop: None
+        """Called before blocks of windowed layers are given up, with the number of tokens up to the last."""
+        self.is_idle: Callable[[int], bool] = lambda nbytes: False
+        """Whether nothing else would use so many bytes: windowed layers then keep all their blocks."""
         self._allocate = allocate
         self._release = release
 
@@ -100,13 +110,39 @@ class SequenceState:
         return len(self.blocks) * BLOCK_TOKENS
 
     @property
+    def window_blocks(self) -> Sequence[Block]:
+        """The blocks of windowed layers, as `WindowBlocks.blocks` has them."""
+        return () if self.windows is None else self.windows.blocks
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the allocated blocks and states."""
         states = 0 if self.states is None else self.states.nbytes
-        return len(self.blocks) * self.layout.block_bytes + states
+        windows = 0 if self.windows is None else self.windows.nbytes
+        return len(self.blocks) * self.layout.block_bytes + windows + states
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate room for n_tokens in all. If the allocator raises, nothing changes."""
+        """Allocate room for n_tokens in all. If the allocator raises, nothing changes but what marks keep."""
+        while True:
+            try:
+                self._reserve(n_tokens, self._given_up(self.layout.blocks(n_tokens)))
+                return
+            except (BudgetError, MemoryError):
+                if not self.forget_past():
+                    raise
+
+    def _given_up(self, n_blocks: int) -> list[int]:
+        """The blocks of windowed layers that are given up for n_blocks in all."""
+        added = n_blocks - len(self.blocks)
+        if self.windows is None or added <= 0:
+            return []
+        lost = self.windows.given_up(self.length, n_blocks)
+        if not lost or self.is_idle(added * (self.layout.block_bytes + self.layout.window_block_bytes)):
+            return []
+        self._before_loss(lost[-1])
+        return lost
+
+    def _reserve(self, n_tokens: int, spare: Sequence[int]) -> None:
         added: list[Block] = []
         done = False
         if self.states is not None:
@@ -117,6 +153,8 @@ class SequenceState:
             if added:
                 if self.arrays is not None:
                     self.arrays.resize(len(self.blocks) + len(added))
+                if self.windows is not None:
+                    self.windows.reserve(len(self.blocks) + len(added), spare)
                 self.blocks += added
                 self.places = None
                 added = []
@@ -151,9 +189,23 @@ class SequenceState:
         """Keep recurrent states after these numbers of tokens, as `RecurrentStates.mark`."""
         if self.states is not None:
             self.states.mark(positions)
+        if self.windows is not None:
+            self.windows.marks = tuple(positions[: self.layout.marks])
+
+    def forget_past(self, marks: bool = True) -> bool:
+        """Release what windowed layers keep that the text doesn't need to go on; what marks need comes last,
+        if `marks` is true. Returns whether that was anything.
+        """
+        if self.windows is None:
+            return False
+        self._before_loss(len(self.windows.blocks) - self.layout.ring - 1)
+        self.places = None
+        return self.windows.forget(self.length, marks)
 
     def nearest(self, n_tokens: int) -> int:
         """The largest number of tokens, at most n_tokens, that `truncate` can keep."""
+        if self.windows is not None:
+            return self.windows.nearest(n_tokens)
         return n_tokens if self.states is None else self.states.nearest(n_tokens)
 
     def truncate(self, n_tokens: int) -> None:
@@ -197,6 +249,8 @@ class SequenceState:
         if self.states is not None:
             wanted = min(wanted, self.states.position) if self.drafted else wanted
             copied = self.length if wanted >= self.states.position else self.nearest(wanted)
+        elif self.windows is not None:
+            wanted = copied = self.nearest(wanted)
         copy = self._empty()
         self._copy_to(copy, copied)
         if copy.length > wanted:
@@ -209,7 +263,9 @@ class SequenceState:
 
     def _empty(self) -> SequenceState:
         """A state with the same allocator."""
-        return SequenceState(self.layout, self._allocate, self._release)
+        empty = SequenceState(self.layout, self._allocate, self._release)
+        empty.before_loss, empty.is_idle = self.before_loss, self.is_idle
+        return empty
 
     def _copy_to(self, copy: SequenceState, n_tokens: int) -> None:
         """Copy the first n_tokens, from `nearest`, to an empty state, which stays empty on an error."""
@@ -217,7 +273,12 @@ class SequenceState:
             copy.states.memory = self.states.memory
             marks = self.states.marks
             copy.states.mark(marks if n_tokens == self.length else [at for at in marks if at <= n_tokens])
-        copy.reserve(n_tokens)
+        with ExitStack() as undo:
+            if self.windows is not None and copy.windows is not None:
+                undo.callback(copy.truncate, 0)
+                self.windows.copy_to(copy.windows, self.layout.blocks(n_tokens))
+            copy.reserve(n_tokens)
+            undo.pop_all()
         if self.arrays is None:
             for target, source in zip(copy.blocks, self.blocks, strict=False):
                 target[:] = source
@@ -233,14 +294,29 @@ class SequenceState:
         limit = n_tokens if n_tokens == self.length else self._checkpointed(n_tokens)
         copy.chunked, copy.saved = min(self.chunked, limit), min(self.saved, limit)
 
-    def part_sizes(self, start: int, stop: int) -> list[int]:
+    def part_sizes(self, start: int, stop: int, windowed: bool = True) -> list[int]:
         """Bytes of each part of the state at positions start .. stop - 1, for `part` and `load_part`.
 
-        Parts are complete blocks, whatever else they hold. The last part is the recurrent states after `stop`
-        tokens, a checkpoint.
+        Parts are complete blocks, whatever else they hold. windowed: whether those of windowed layers are
+        among them, after the others. The last part is the recurrent states after `stop` tokens, a checkpoint.
         """
+        if self.windows is not None:
+            blocks = self._blocks_of(start, stop)
+            kinds = [self.layout.block_bytes, *([self.layout.window_block_bytes] if windowed else [])]
+            return [nbytes for nbytes in kinds for _ in blocks]
         states = [] if self.states is None else [self.layout.states.nbytes]
         return self._stored_sizes(start, stop) + states
+
+    def holds_windows(self, start: int, stop: int) -> bool:
+        """Whether the blocks of windowed layers at positions start .. stop - 1 are all held."""
+        blocks = self._blocks_of(start, stop)
+        return self.windows is None or all(self.windows.blocks[at] is not None for at in blocks)
+
+    def give_up_windows(self, start: int, stop: int) -> None:
+        """Release the blocks of windowed layers at positions start .. stop - 1: a text can't go on there."""
+        if self.windows is not None:
+            self.places = None
+            self.windows.give_up(self._blocks_of(start, stop))
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
         """A part of the state, (nbytes,) uint8: a view of a block, or a copy."""
@@ -250,8 +326,7 @@ class SequenceState:
         if self.arrays is not None:
             copied: Bytes = self.arrays.part(index, start, stop)
             return copied
-        block: Bytes = self.blocks[start // BLOCK_TOKENS + index]
-        return block
+        return self._block(index, start, stop)
 
     def load_part(self, index: int, start: int, stop: int, read: Callable[[Bytes], None]) -> None:
         """Take a part of the state from `read`, which fills (nbytes,) uint8. Its room is reserved."""
@@ -260,11 +335,31 @@ class SequenceState:
             self.states.load(read)
             return
         if self.arrays is None:
-            read(self.blocks[start // BLOCK_TOKENS + index])
+            read(self._block(index, start, stop))
             return
         data = np.empty(self.part_sizes(start, stop)[index], np.uint8)
         read(data)
         self.arrays.load_part(index, start, stop, data)
+
+    def _before_loss(self, block: int) -> None:
+        """Say that blocks of windowed layers up to this one may be given up, unless they are saved."""
+        stop = min((block + 1) * BLOCK_TOKENS, self.verified)
+        if stop > self.saved:
+            self.before_loss(self, stop)
+
+    def _blocks_of(self, start: int, stop: int) -> range:
+        """The blocks with positions start .. stop - 1."""
+        return range(start // BLOCK_TOKENS, self.layout.blocks(stop))
+
+    def _block(self, index: int, start: int, stop: int) -> Bytes:
+        """The block of a part: first come those of layers that see all tokens."""
+        blocks = self._blocks_of(start, stop)
+        block: Bytes
+        if index < len(blocks) or self.windows is None:
+            block = self.blocks[blocks.start + index]
+        else:
+            block = self.windows.blocks[blocks[index - len(blocks)]]
+        return block
 
     def _add_checkpoint(self, position: int) -> None:
         assert self.states is not None
@@ -280,9 +375,11 @@ class SequenceState:
         if self.arrays is not None:
             sizes: list[int] = self.arrays.part_sizes(stop - start)
             return sizes
-        return [self.layout.block_bytes] * (self.layout.blocks(stop) - start // BLOCK_TOKENS)
+        return [self.layout.block_bytes] * len(self._blocks_of(start, stop))
 
     def _shrink(self, n_blocks: int) -> None:
+        if self.windows is not None:
+            self.windows.shrink(n_blocks)
         if len(self.blocks) <= n_blocks:
             return
         self.places = None

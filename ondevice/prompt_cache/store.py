@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ondevice.backends.base import BLOCK_TOKENS
+from ondevice.backends.kv_layout import BLOCK_TOKENS
 from ondevice.callbacks import IsCancelled
 from ondevice.errors import BundleError, FlashReadError, OndeviceError
 from ondevice.model.sequence_state import SequenceState, common_prefix
@@ -82,7 +82,25 @@ class PromptCache:
         if sum(matched for _, matched in chain) <= held:
             return
         # The rest of a run that is in memory in part is read with that part.
-        kv.truncate((min(held, kv.chunked) if self.chunk else held) // self._step * self._step)
+        kv.truncate(self._whole_runs(kv, min(held, kv.chunked) if self.chunk else held))
+        try:
+            yield from self._read_runs(kv, chain, cancelled)
+        finally:
+            # Of a session's runs some may lack what windowed layers see.
+            if kv.nearest(kv.length) < kv.length:
+                kv.truncate(kv.length)
+        self._folder.touch(name for name, _ in chain)
+
+    def _whole_runs(self, kv: SequenceState, n_tokens: int) -> int:
+        """The most tokens of whole runs, at most n_tokens, that kv can go back to."""
+        while (n_tokens := kv.nearest(n_tokens)) % self._step:
+            n_tokens -= n_tokens % self._step
+        return n_tokens
+
+    def _read_runs(
+        self, kv: SequenceState, chain: Sequence[tuple[RunName, int]], cancelled: IsCancelled | None
+    ) -> Iterator[None]:
+        """Append to kv, which has whole runs, those that follow, as `restore` has it."""
         begun, first = time.monotonic(), kv.length // self._step
         for index, (name, matched) in enumerate(chain[first:], first):
             if index > first and time.monotonic() - begun >= PIECE_SECONDS:
@@ -104,10 +122,12 @@ class PromptCache:
             except (OndeviceError, MemoryError) as error:
                 log.info("the prompt cache isn't used: %s", error)
                 break
-        self._folder.touch(name for name, _ in chain)
 
-    def write_next(self, kv: SequenceState, at: int) -> int:
+    def write_next(self, kv: SequenceState, at: int, gaps: bool = False) -> int:
         """Write the first run of kv after `at` tokens that isn't stored.
+
+        gaps: whether runs are written that lack what windowed layers see, as it isn't held any more: a text
+        that goes on behind later ones needs no more of them.
 
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
         it can't be written.
@@ -117,6 +137,8 @@ class PromptCache:
             if stop <= at or self._folder.has(name):
                 at = max(at, stop)
                 continue
+            if not gaps and not kv.holds_windows(stop - name.tokens, stop):
+                break
             try:
                 if self._write(kv, name, stop, {before for before, _ in runs[:index]}):
                     at = stop
@@ -133,7 +155,7 @@ class PromptCache:
         """
         at, begun = 0, time.monotonic()
         self.touch(kv)
-        while (written := self.write_next(kv, at)) > at:
+        while (written := self.write_next(kv, at, gaps=True)) > at:
             at = written
             if time.monotonic() - begun >= PIECE_SECONDS:
                 yield
@@ -229,11 +251,14 @@ class PromptCache:
         """
         start, stop = kv.length, kv.length + name.tokens
         entry = read_entry(self._folder.path, name, self._binding)
-        if entry is None or entry.sizes != tuple(kv.part_sizes(start, stop)):
+        complete, partial_sizes = (tuple(kv.part_sizes(start, stop, it)) for it in (True, False))
+        if entry is None or entry.sizes not in (complete, partial_sizes):
             raise BundleError(f"{name.file} isn't a sound file of this model")
         if self._marks and stop % self._step:
             kv.mark([stop])
         kv.reserve(stop)
+        if entry.sizes != complete:
+            kv.give_up_windows(start, stop)
         with entry.reader(self._io) as reader:
             self._io = reader.io
             for part in range(len(entry.sizes)):
@@ -247,7 +272,8 @@ class PromptCache:
         before it. Raises OSError.
         """
         start = stop - name.tokens
-        tokens, sizes = kv.tokens[start:stop], kv.part_sizes(start, stop)
+        tokens = kv.tokens[start:stop]
+        sizes = kv.part_sizes(start, stop, kv.holds_windows(start, stop))
         parts = [partial(kv.part, part, start, stop) for part in range(len(sizes))]
         written = self._folder.write(
             name,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import prompt_chunk
 from ondevice.bundle.draft_layers import DraftLayer

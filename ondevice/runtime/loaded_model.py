@@ -12,10 +12,10 @@ import threading
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import FETCH_DEPTH, MATRIX_SLOTS, MatrixShape, SlotShape
@@ -115,6 +115,8 @@ class LoadedModel:
         self._quota = WeightQuota(self._neurons, self._matrices, self._backend, plan, fetch.keep)
         self._quota.keep_to(plan, plan.kv_block_bytes)
         layout = KVLayout(bundle.config, runtime.kv_bits, is_drafter(runtime.speculation))
+        if runtime.backend == "cpu":
+            layout = replace(layout, pass_tokens=plan.pass_tokens)
         self.transformer.equal_rows = resolved.widths.chain
         store = open_prompt_cache(resolved, self.kernel_target)
         yield_to, chunk = self._quota.yield_to, shared_chunk(resolved)

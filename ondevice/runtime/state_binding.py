@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.bundle.manifest import manifest_text
 from ondevice.hashing import sha256_hex
 from ondevice.prompt_cache.store import NO_LIMIT, PromptCache
@@ -18,7 +18,7 @@ from ondevice.runtime.models import operating_point
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import parse_size
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Version of the states' file format."""
 _LIBRARIES = {"mlx": "mlx", "reference": "numpy"}
 

@@ -16,8 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
+from ondevice.backends.base import Block
 from ondevice.backends.budgeted import BudgetedBackend
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.budget.claims import Claim
 from ondevice.budget.plan import Plan
 from ondevice.callbacks import IsCancelled
@@ -195,6 +196,8 @@ class StatePool:
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
         self._limit_prefixes()
+        for kv in (*self._in_use, *self._all()) if plan.offloads_weights else ():
+            kv.forget_past(marks=False)
         for kv in reversed(self._in_use[1:]):
             if self._fits(plan.kv_limit_bytes):
                 break
@@ -212,7 +215,9 @@ class StatePool:
     def new_state(self) -> SequenceState:
         """An empty state without a key."""
         make = SequenceState if self._later is None else self._later.new_state
-        return make(self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout))
+        kv = make(self.layout, self._allocate, self._release, self._backend.new_arrays(self.layout))
+        kv.before_loss, kv.is_idle = self._save_up_to, self._is_idle
+        return kv
 
     def drop_prefixes(self) -> None:
         """Drop the prefixes that aren't in use."""
@@ -340,15 +345,28 @@ class StatePool:
         if self._fits(limit_bytes, added):
             return
         self._save_keyless()
+        self._forget_past(limit_bytes, added, marks=False)
         for kv in self._all():
             while kv.nbytes and not self._fits(limit_bytes, added) and not self._is_used(kv):
                 self._shorten(kv, self.nbytes + added - limit_bytes)
+        self._forget_past(limit_bytes, added)
         self._forget_empty()
 
+    def _forget_past(self, limit_bytes: int, added: int = 0, marks: bool = True) -> None:
+        """Release what states in use keep and don't need to go on, until the rest and `added` bytes fit."""
+        for kv in reversed(self._in_use):
+            while not self._fits(limit_bytes, added) and kv.forget_past(marks):
+                pass
+
     def _shorten(self, kv: SequenceState, nbytes: int) -> None:
-        """Save a state, and cut `nbytes` and at least a quarter: arrays may move to shrink."""
+        """Forget the past of windowed layers; or save a state, and cut `nbytes` and at least a quarter, as
+        arrays may move to shrink.
+        """
+        if kv.forget_past():
+            return
         self._save(kv)
-        tokens = kv.length - -(-nbytes // self.layout.block_bytes) * BLOCK_TOKENS if nbytes > 0 else kv.length
+        block_bytes = self.layout.block_bytes + self.layout.window_block_bytes
+        tokens = kv.length - -(-nbytes // block_bytes) * BLOCK_TOKENS if nbytes > 0 else kv.length
         tokens = min(tokens, kv.length * 3 // 4)
         kv.truncate(tokens if tokens >= SHARED_TOKENS else 0)
 
@@ -363,6 +381,11 @@ class StatePool:
             while self._write_next(kv):
                 pass
             self._saved(kv)
+
+    def _save_up_to(self, kv: SequenceState, stop: int) -> None:
+        """Write what the prompt cache lacks of a state's first `stop` tokens."""
+        while self.store is not None and kv.saved < stop and self._write_next(kv):
+            pass
 
     def _save_keyless(self) -> None:
         """Write and drop the states without a key."""
@@ -421,6 +444,11 @@ class StatePool:
         block = self._backend.allocate_block(nbytes)
         self.nbytes += nbytes
         return block
+
+    def _is_idle(self, nbytes: int) -> bool:
+        """Whether there are `nbytes` that no other state has, and no weights could be in."""
+        plan, held = self._plan, self.nbytes + nbytes
+        return not plan.offloads_weights and held <= plan.kv_limit_bytes and self._claimed(held)
 
     def _release(self, block: Block) -> None:
         self.nbytes -= self.layout.block_bytes if block is None else block.nbytes

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends.base import BLOCK_TOKENS
+from ondevice.backends.kv_layout import BLOCK_TOKENS
 from ondevice.backends.reference import ReferenceBackend, _stored
 from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory
 from ondevice.bundle.reader import Bundle

@@ -288,7 +288,7 @@ REFUSED = """
 import resource, sys
 import mlx.core as mx, numpy as np
 from pathlib import Path
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import Synchronisations, writable
 from ondevice.backends.mlx_weights import MlxFeedForward, MlxPieceMemory

@@ -16,7 +16,8 @@ import pytest
 
 import ondevice
 from ondevice.backends import recurrent, reference_recurrence
-from ondevice.backends.base import KVLayout, Norm
+from ondevice.backends.base import Norm
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.recurrent import RULE_TOKENS, Ahead, DeltaWeights, MixerWeights
 from ondevice.backends.reference_recurrence import of_pass
 from ondevice.backends.token_tree import TokenTree

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.base import Float32
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 from ondevice.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.draft_layers import draft_layer_bytes, loaded_bytes
 from ondevice.bundle.draft_layers import MTP_SIDECAR
 from ondevice.bundle.reader import Bundle

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import require_fit, verdict
 from ondevice.budget.memory_model import NEURON_TABLE_BYTES

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ondevice
-from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import make_runner
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.bundle.layout import EMBEDDING, PER_LAYER
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import PER_LAYER
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.model_section import model_section, parse_model

@@ -19,9 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ondevice.api import Model, inspect, load
-from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.draft_layers import MTP_SIDECAR
 from ondevice.bundle.reader import Bundle

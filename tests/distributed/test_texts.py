@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
+from ondevice.backends.base import Bytes
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.row_invariance import ANY_ROWS, RowWidths
 from ondevice.budget.memory_model import MESSAGE_HEADER_BYTES, MESSAGES
 from ondevice.budget.plan import Held, Plan

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from ondevice.backends import recurrent
-from ondevice.backends.base import BLOCK_TOKENS, Block, KVLayout
+from ondevice.backends.base import Block
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.recurrent import AHEAD_TOKENS, PROMPT_TAIL
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import Cancelled

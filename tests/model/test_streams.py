@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.model.sequence_state import SequenceState

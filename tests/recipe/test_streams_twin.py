@@ -16,8 +16,8 @@ mx = pytest.importorskip("mlx.core")
 
 from torch.nn import functional  # noqa: E402
 
-from ondevice.backends.base import KVLayout  # noqa: E402
 from ondevice.backends.forward_batch import ForwardBatch  # noqa: E402
+from ondevice.backends.kv_layout import KVLayout  # noqa: E402
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
 from ondevice.backends.mlx_ops import FloatLinear  # noqa: E402

@@ -22,16 +22,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import (
-    NO_BIASES,
-    Biases,
-    FeedForwardSource,
-    Float32,
-    KVLayout,
-    Norm,
-    Selector,
-)
+from ondevice.backends.base import NO_BIASES, Biases, FeedForwardSource, Float32, Norm, Selector
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.mlx_float import FloatFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import FloatLinear, activate, normed

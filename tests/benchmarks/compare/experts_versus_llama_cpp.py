@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Int32, KVLayout
+from ondevice.backends.base import Int32
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.bundle.reader import Bundle
 from tests.benchmarks.explain.dram import dram_gigabytes_per_second
 from tests.benchmarks.lib.direct_reads import direct_read_rate

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ondevice.backends.base import BLOCK_TOKENS, KVLayout
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.bundle.reader import Bundle
 from tests.benchmarks.compare.versus_llama_cpp import Case, Rivals, measure_case, table
 from tests.benchmarks.explain.dram import dram_gigabytes_per_second

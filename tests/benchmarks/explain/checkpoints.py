@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.model_config import NO_ATTENTION, DeltaSpec, LayerSpec, Mamba2Spec, ModelConfig
 from tests.golden.build import golden_config
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ondevice.backends.base import KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.token_tree import TokenTree
 from ondevice.converters.convert import convert
 from ondevice.model.sequence_state import SequenceState

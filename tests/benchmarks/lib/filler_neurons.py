@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.api import load
-from ondevice.backends.base import Float32, KVLayout, Norm
+from ondevice.backends.base import Float32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import make_runner
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.reader import Bundle
 from ondevice.config import QuantConfig

@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice import quality
-from ondevice.backends.base import KVLayout
+from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle

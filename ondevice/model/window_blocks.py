@@ -1,0 +1,131 @@
+"""The blocks of a text's windowed layers, whose tokens see the last ones before them alone.
+
+A text keeps a ring of the last blocks. Where memory allows, it also keeps those that tokens behind its marks
+see, and where memory is idle, all. It goes back to any place whose window is held, else to one before, at
+worst its beginning, and runs again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ondevice.backends.base import Block
+from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
+
+
+class WindowBlocks:
+    """Keys and values of windowed layers: `blocks`, one for every 64 tokens, None where it was given up.
+
+    allocate, release: of blocks of `layout.window_block_bytes` bytes, as in `SequenceState`.
+    """
+
+    def __init__(
+        self, layout: KVLayout, allocate: Callable[[int], Block], release: Callable[[Block], None]
+    ) -> None:
+        self.layout = layout
+        self.blocks: list[Block] = []
+        self.marks: tuple[int, ...] = ()
+        """Numbers of tokens behind which a text can go on, while there is memory for it."""
+        self._window = max(layout.windows)
+        self._allocate = allocate
+        self._release = release
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks held."""
+        return sum(block is not None for block in self.blocks) * self.layout.window_block_bytes
+
+    def given_up(self, length: int, n_blocks: int) -> list[int]:
+        """The blocks that a text of `length` tokens gives up for n_blocks in all, ascending."""
+        first, kept, held = self._first_seen(length), self._marked(), self._held()
+        behind = [at for at in held if at < first and at not in kept]
+        needed = len(held) - sum(at < first for at in kept) + n_blocks - len(self.blocks)
+        return behind[: max(0, needed - self.layout.ring)] if n_blocks > len(self.blocks) else []
+
+    def reserve(self, n_blocks: int, spare: Sequence[int] = ()) -> None:
+        """Make room for n_blocks in all. spare: blocks that are given up for it, if they are still held.
+
+        If the allocator raises, these are gone, and all else is as before.
+        """
+        count = n_blocks - len(self.blocks)
+        added = [self._taken(at) for at in spare if self.blocks[at] is not None]
+        try:
+            while len(added) < count:
+                added.append(self._allocate(self.layout.window_block_bytes))
+            self.blocks += added[: max(0, count)]
+            added = added[max(0, count) :]
+        finally:
+            self._let_go(added)
+
+    def nearest(self, n_tokens: int) -> int:
+        """The most tokens, at most n_tokens, behind which a token sees blocks that are held alone."""
+        n_tokens = min(n_tokens, len(self.blocks) * BLOCK_TOKENS)
+        while n_tokens > 0:
+            last = self._last_gap(n_tokens)
+            if last < self._first_seen(n_tokens):
+                break
+            n_tokens = last * BLOCK_TOKENS
+        return n_tokens
+
+    def shrink(self, n_blocks: int) -> None:
+        """Release the blocks after the first n_blocks."""
+        while len(self.blocks) > n_blocks:
+            block = self.blocks.pop()
+            if block is not None:
+                self._release(block)
+
+    def forget(self, length: int, marks: bool) -> bool:
+        """Release what a text of `length` tokens has behind its ring, and if that is for its marks alone and
+        `marks` is true, these. Returns whether that was anything.
+        """
+        first, kept, held = self._first_seen(length), self._marked(), self._held()
+        past = [at for at in held[: -self.layout.ring] if at < first]
+        lost = [at for at in past if at not in kept]
+        if marks and not lost:
+            lost, self.marks = past, ()
+        self.give_up(lost)
+        return bool(lost)
+
+    def copy_to(self, other: WindowBlocks, n_blocks: int) -> None:
+        """Give an empty `other` a ring of the first n_blocks: a part, if its allocator raises."""
+        # The allocator may take what this text doesn't need to go on.
+        ring = {at: self.blocks[at] for at in self._held(n_blocks)[-self.layout.ring :]}
+        for at in range(n_blocks):
+            other.blocks.append(None)
+            if at in ring:
+                other.blocks[at] = other._allocate(self.layout.window_block_bytes)
+                other.blocks[at][:] = ring[at]
+
+    def give_up(self, blocks: Sequence[int]) -> None:
+        """Release these blocks, as far as they are held."""
+        self._let_go([self._taken(at) for at in blocks if self.blocks[at] is not None])
+
+    def _held(self, n_blocks: int | None = None) -> list[int]:
+        """The blocks held, ascending, of the first n_blocks or of all."""
+        return [at for at, block in enumerate(self.blocks[:n_blocks]) if block is not None]
+
+    def _first_seen(self, n_tokens: int) -> int:
+        """The first block that a token behind n_tokens sees."""
+        return max(0, n_tokens + 1 - self._window) // BLOCK_TOKENS
+
+    def _last_gap(self, n_tokens: int) -> int:
+        """The last block up to that of the last of n_tokens that isn't held; -1: there is none."""
+        blocks = range(self.layout.blocks(n_tokens))
+        return max((at for at in blocks if self.blocks[at] is None), default=-1)
+
+    def _marked(self) -> set[int]:
+        """The held blocks that tokens behind a mark see."""
+        return {
+            at
+            for mark in self.marks
+            for at in range(self._first_seen(mark), min(self.layout.blocks(mark), len(self.blocks)))
+            if self.blocks[at] is not None
+        }
+
+    def _taken(self, at: int) -> Block:
+        block, self.blocks[at] = self.blocks[at], None
+        return block
+
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._release(block)
