@@ -50,7 +50,7 @@ def with_halves(path: Path, broken: int | None, once: bool) -> CheckedFile:
     halves = HALVES
     if once:
         starts = range(HEADER_BYTES, END, STRIDE)
-        halves = tuple(places.behind(first) for first in starts for places in halves)
+        halves = tuple(places.shifted(first) for first in starts for places in halves)
     return replace(records.checked, crcs=crcs, halves=halves, halves_period=0 if once else STRIDE)
 
 
