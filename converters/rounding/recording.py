@@ -10,8 +10,9 @@ import numpy as np
 
 from ondevice.backends import row_sums
 from ondevice.backends.base import Float32, Int32, Norm
-from ondevice.backends.cpu import CpuBackend, native_form
+from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.cpu_matrices import CpuLinear
+from ondevice.backends.cpu_neurons import native_form
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.weight_shapes import WeightShape, layer_weight_shapes, model_weight_shapes

@@ -19,6 +19,7 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.latent import LatentOps
+from ondevice.backends.plain_layers import PlainLayers, PlainWeights
 from ondevice.backends.recurrent import RecurrentOps, StateStore
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
@@ -29,6 +30,7 @@ from ondevice.model_config import (
     AttentionSpec,
     FeedForwardSpec,
     LayerSpec,
+    ModelConfig,
 )
 from ondevice.records import dataclass
 
@@ -294,6 +296,9 @@ class Backend(LatentOps, RecurrentOps, Protocol):
 
         head: a loaded matrix with the same rows, in which a backend may look them up.
         """
+
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> PlainLayers | None:
+        """What runs those of a model's layers that are plain, instead of ops; None: ops run them all."""
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare for a forward pass over `batch`."""

@@ -8,7 +8,7 @@ the next call of the op.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 
@@ -26,8 +26,9 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.cpu_attention import CpuAttention
+from ondevice.backends.cpu_layers import CpuPlainLayers, cpu_plain_layers
 from ondevice.backends.cpu_matrices import CpuLinear, FlashMatrix, StreamedHead, StreamedLinear
-from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices
+from ondevice.backends.cpu_neurons import CpuFeedForward, CpuSlices, native_form
 from ondevice.backends.cpu_recurrent import CpuRecurrent
 from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.expert_records import HELD_ROWS
@@ -36,6 +37,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
+from ondevice.backends.plain_layers import PlainWeights
 from ondevice.backends.routing import Routing, native_route, sigmoid
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import SliceLayout
@@ -43,7 +45,7 @@ from ondevice.bundle.matrix_layout import padded
 from ondevice.config import RowFormat
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, LayerSpec
+from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -51,10 +53,6 @@ READ_BYTES = 4 << 20
 """Bytes of neurons that are read at a time into memory where they stay."""
 VIEWS = 64
 """Most views of output arrays kept at once: the last chunks of prompts have any length."""
-
-
-Form: TypeAlias = tuple[int, float, bool, float, float]
-"""The arithmetic between gates and down projection, as the kernels take it."""
 
 
 def make_runner(threads: int, target: str = "auto") -> _native.Runner:
@@ -65,12 +63,6 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
             f"{', '.join(_native.available_targets())}"
         )
     return _native.Runner(threads, target)
-
-
-def native_form(spec: FeedForwardSpec) -> Form:
-    """The arithmetic between gates and down projection, as the kernels take it."""
-    index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
-    return index, spec.threshold, relu_up, spec.clamp, spec.slope
 
 
 def _with_bias(out: Float32, bias: Float32 | None) -> Float32:
@@ -169,6 +161,9 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
             loaded.hold_all(READ_BYTES)
         self.feed_forwards.append(loaded)
         return loaded
+
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> CpuPlainLayers | None:
+        return cpu_plain_layers(self.runner, config, layers, self._buffer)
 
     @property
     def target(self) -> str:

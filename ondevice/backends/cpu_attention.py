@@ -26,7 +26,7 @@ class CpuAttention(Protocol):
         """An op's output array of this shape, re-used."""
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        layout, places = kv.layout, _addresses(kv)
+        layout, places = kv.layout, block_addresses(kv)
         for windowed, offset, sizes in layout.stretches:
             _native.kv_move(
                 self.runner,
@@ -59,7 +59,7 @@ class CpuAttention(Protocol):
         _native.attend(
             self.runner,
             qkv,
-            _addresses(kv)[layout.windows[layer] > 0],
+            block_addresses(kv)[layout.windows[layer] > 0],
             layout.layer_offsets[layer],
             layout.kv_bits,
             sizes.queries,
@@ -109,7 +109,7 @@ class CpuAttention(Protocol):
         return out
 
 
-def _addresses(kv: KVStore) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def block_addresses(kv: KVStore) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """The address of every block, (blocks,), of layers that see all tokens, and of windowed ones; 0: none."""
     if kv.places is None:
         kv.places = (_addresses_of(kv.blocks), _addresses_of(kv.window_blocks))

@@ -23,6 +23,11 @@ class CpuLinear:
     matrix: _native.Matrix
     bias: Float32 | None
 
+    @property
+    def held(self) -> _native.Matrix:
+        """The matrix, as of `StreamedLinear`."""
+        return self.matrix
+
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
         """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). Returns True."""
         self.matrix.look_up(runner, tokens, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from ondevice.backends.cpu_matrices import CpuLinear
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.bundle.layout import ExpertLayout, RecordLayout, SliceLayout
 from ondevice.kernels import _native
+from ondevice.model_config import ACTIVATIONS, FeedForwardSpec
+
+Form: TypeAlias = tuple[int, float, bool, float, float]
+"""The arithmetic between gates and down projection, as the kernels take it."""
 
 
 class CpuFeedForward(FeedForwardLayer):
@@ -105,3 +110,9 @@ def native_matrices(
     """The kernels' description of records of matrices. planes: `SliceLayout.places` of slices."""
     gate, *up, down = layout.places
     return _native.Expert(hidden, layout.neurons, gate, up[0] if up else None, down, planes)
+
+
+def native_form(spec: FeedForwardSpec) -> Form:
+    """The arithmetic between gates and down projection, as the kernels take it."""
+    index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
+    return index, spec.threshold, relu_up, spec.clamp, spec.slope

@@ -17,11 +17,20 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.mlx_states import MlxRecurrentOps
+from ondevice.backends.plain_layers import PlainWeights
 from ondevice.backends.row_sums import MIN_MEAN_SQUARE
 from ondevice.backends.stored_rows import table_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import CLAMP, SWISH_SLOPE, Activation, AttentionSpec, FeedForwardSpec, LatentSpec
+from ondevice.model_config import (
+    CLAMP,
+    SWISH_SLOPE,
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    ModelConfig,
+)
 from ondevice.records import dataclass
 
 
@@ -173,6 +182,9 @@ class MlxOps(MlxRecurrentOps):
         narrow = self.product(normed(x, norm), down)
         narrow = narrow if activation is None else activate(narrow, activation)
         return mx.concatenate([y[:first], y[first:] + self.product(narrow, up)])
+
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> None:
+        """None: ops run all layers."""
 
     def to_numpy(self, x: mx.array) -> Float32:
         return np.array(x)

@@ -35,6 +35,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.latent import LatentWeights
+from ondevice.backends.plain_layers import PlainWeights
 from ondevice.backends.recurrent import replay_conv
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import MIN_MEAN_SQUARE
@@ -52,6 +53,7 @@ from ondevice.model_config import (
     FeedForwardSpec,
     LatentSpec,
     LayerSpec,
+    ModelConfig,
 )
 from ondevice.records import dataclass
 
@@ -411,6 +413,9 @@ class ReferenceBackend:
         narrow = self.normed(x, norm) @ down.weight.T
         narrow = narrow if activation is None else activate(narrow, activation)
         return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
+
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> None:
+        """None: ops run all layers."""
 
     def to_numpy(self, x: Float32) -> Float32:
         return x

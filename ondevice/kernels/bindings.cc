@@ -110,6 +110,7 @@ NB_MODULE(_native, m) {
   bind_vector_ops(m);
   bind_attention(m);
   bind_delta(m);
+  bind_layer(m);
   bind_mamba2(m);
   bind_matrix(m);
   bind_gguf(m);

@@ -133,13 +133,33 @@ using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // 
 // `end`.
 KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t head_dim, int bits,
                int64_t end, int64_t latent = 0, int64_t values = 0);
+// Throws if a block with one of the positions first .. end isn't there: blocks that no window reaches have
+// the address 0.
+void require_blocks(const Blocks& blocks, int64_t first, int64_t end);
 TreeView tree_view(const Tree& tree, int64_t tokens);
+
+// The norms of queries and of keys, as backends/base.py has them, and whether all heads are one vector. Then
+// the norm of each head's values, if these are normed.
+using HeadNorms = std::tuple<NormArg, NormArg, bool, NormArg>;
+
+// What happens to projected queries and, if the layer stores them, keys and values; without rotary tables.
+HeadTransform head_transform(const std::optional<HeadNorms>& norms, int64_t heads, int64_t kv_heads,
+                             int64_t dim, int64_t value_dim, bool stores);
+
+// The address of a slice's bytes, of which there must be `size`.
+inline const uint8_t* slice_address(const CArray<const uint8_t, 1>& bytes, int64_t size) {
+  require(size > 0 && static_cast<int64_t>(bytes.shape(0)) >= size &&
+              reinterpret_cast<uint64_t>(bytes.data()) % sizeof(float) == 0,
+          "a slice has its record's bytes, and begins at a multiple of 4 bytes");
+  return bytes.data();
+}
 
 void bind_attention(nb::module_& m);
 void bind_delta(nb::module_& m);
 void bind_expert(nb::module_& m);
 void bind_feed_forward(nb::module_& m);
 void bind_gguf(nb::module_& m);
+void bind_layer(nb::module_& m);
 void bind_mamba2(nb::module_& m);
 void bind_matrix(nb::module_& m);
 void bind_testing(nb::module_& m);

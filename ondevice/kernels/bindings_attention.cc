@@ -29,15 +29,10 @@ KvView kv_view(const Blocks& blocks, int64_t offset, int64_t kv_heads, int64_t h
           values};
 }
 
-namespace {
-
-// Blocks that no window reaches have the address 0.
 void require_blocks(const Blocks& blocks, int64_t first, int64_t end) {
   for (int64_t at = first / kKvBlock; at * kKvBlock < end; ++at)
     require(blocks.data()[at] != 0, "a block that the tokens see isn't there");
 }
-
-}  // namespace
 
 TreeView tree_view(const Tree& tree, int64_t tokens) {
   const auto& [parents, depths] = tree;
@@ -54,16 +49,28 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
 
 namespace {
 
-// The norms of queries and of keys, as backends/base.py has them, and whether all heads are one vector. Then
-// the norm of each head's values, if these are normed.
-using HeadNorms = std::tuple<NormArg, NormArg, bool, NormArg>;
-
 // The norm of a projection of `heads` heads: for all as one vector, for each, or of each head's own.
 HeadNorm head_norm_of(const NormArg& arg, int64_t heads, int64_t dim, bool together) {
   require(arg.has_value(), "queries and keys are normed both");
   const bool own = together || static_cast<int64_t>(std::get<0>(*arg).shape(0)) == heads * dim;
   return {norm_of(arg, own ? heads * dim : dim), own ? dim : 0};
 }
+
+}  // namespace
+
+HeadTransform head_transform(const std::optional<HeadNorms>& norms, int64_t heads, int64_t kv_heads,
+                             int64_t dim, int64_t value_dim, bool stores) {
+  HeadTransform transform{{}, {}, false, nullptr, nullptr};
+  if (!norms) return transform;
+  const auto& [q, k, together, v] = *norms;
+  transform.norms_projection = together;
+  transform.q_norm = head_norm_of(q, heads, dim, together);
+  if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
+  transform.v_norm = norm_of(v, value_dim);
+  return transform;
+}
+
+namespace {
 
 void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t offset, int bits,
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
@@ -92,14 +99,9 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
   require(position >= 0 && window >= 0, "position and window must not be negative");
   require(!sinks || static_cast<int64_t>(sinks->shape(0)) == heads, "sinks are (heads,)");
   require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
-  HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
-  if (norms) {
-    const auto& [q, k, together, v] = *norms;
-    transform.norms_projection = together;
-    transform.q_norm = head_norm_of(q, heads, dim, together);
-    if (stores) transform.k_norm = head_norm_of(k, kv_heads, dim, together);
-    transform.v_norm = norm_of(v, value_dim ? value_dim : dim);
-  }
+  HeadTransform transform = head_transform(norms, heads, kv_heads, dim, value_dim ? value_dim : dim, stores);
+  transform.cos = cos.data();
+  transform.sin = sin.data();
   const KvView kv = kv_view(blocks, offset, kv_heads, dim, bits, position + tokens, latent, value_dim);
   require_blocks(blocks, window ? std::max<int64_t>(0, position + 1 - window) : 0, position + tokens);
   const AttentionArgs args{qkv.data(),

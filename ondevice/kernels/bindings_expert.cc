@@ -183,22 +183,16 @@ void add_all(SlicePass& pass, const std::vector<RecordBytes>& records, std::opti
 
 using SliceBytes = CArray<const uint8_t, 1>;
 
-const uint8_t* address_of(const SliceBytes& bytes, int64_t size) {
-  require(size > 0 && static_cast<int64_t>(bytes.shape(0)) >= size &&
-              reinterpret_cast<uint64_t>(bytes.data()) % sizeof(float) == 0,
-          "a slice has its record's bytes, and begins at a multiple of 4 bytes");
-  return bytes.data();
-}
-
 // The bytes of a low plane; null where there is none, or the slice has none.
 const uint8_t* low_plane(const Expert& slice, const std::optional<SliceBytes>& low) {
-  return low && slice.low_bytes() ? address_of(*low, slice.low_bytes()) : nullptr;
+  return low && slice.low_bytes() ? slice_address(*low, slice.low_bytes()) : nullptr;
 }
 
 void add_slices(SlicePass& pass, const std::vector<SliceBytes>& records, std::optional<int64_t> tokens,
                 const CArray<float, 2>& out, const Added& base) {
   std::vector<RecordBytes> all;
-  for (const SliceBytes& record : records) all.emplace_back(address_of(record, pass.slice().record_bytes()));
+  for (const SliceBytes& record : records)
+    all.emplace_back(slice_address(record, pass.slice().record_bytes()));
   add_all(pass, all, tokens, out, base);
 }
 
@@ -206,14 +200,14 @@ void add_planes(SlicePass& pass, const std::vector<std::pair<SliceBytes, std::op
                 std::optional<int64_t> tokens, const CArray<float, 2>& out, const Added& base) {
   std::vector<RecordBytes> all;
   for (const auto& [high, low] : planes)
-    all.emplace_back(address_of(high, pass.slice().high_bytes()), low_plane(pass.slice(), low));
+    all.emplace_back(slice_address(high, pass.slice().high_bytes()), low_plane(pass.slice(), low));
   add_all(pass, all, tokens, out, base);
 }
 
 void join(const Expert& slice, Runner& runner, const SliceBytes& high, const SliceBytes& low,
           const CArray<uint8_t, 1>& record) {
   require(static_cast<int64_t>(record.shape(0)) >= slice.record_bytes(), "a record has all matrices");
-  const uint8_t *of_high = address_of(high, slice.high_bytes()), *of_low = low_plane(slice, low);
+  const uint8_t *of_high = slice_address(high, slice.high_bytes()), *of_low = low_plane(slice, low);
   nb::gil_scoped_release release;
   slice.join(runner, of_high, of_low, record.data());
 }

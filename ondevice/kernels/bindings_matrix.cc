@@ -200,7 +200,7 @@ void bind_error_feedback(nb::module_& m) {
 }  // namespace
 
 void bind_matrix(nb::module_& m) {
-  nb::class_<Matrix>(m, "Matrix")
+  nb::class_<Matrix>(m, "Matrix", nb::is_weak_referenceable())
       .def("__init__", [](Matrix* self, int64_t rows, int64_t cols,
                           const FormatArg& stored) { make(self, {{rows, stored}}, cols); })
       .def("__init__", &make, nb::arg("sections"), nb::arg("cols"))

@@ -160,6 +160,7 @@ class LayerRange:
         self.first = config.part.first
         self._thread = threading.get_ident()
         self._ropes = [Rope(spec) for spec in config.ropes]
+        self._plain = backend.plain_layers(config, weights.layers)
 
     def begin(self, forward_pass: ForwardPass) -> None:
         """Prepare for a pass: reserve room for its tokens. Raises the cache's allocator's errors."""
@@ -193,7 +194,10 @@ class LayerRange:
         if not forward_pass.batch.tokens:
             first = self.config.num_layers if self.streams is None else self.streams.first_layer
         batch, rows = self._placed(forward_pass, state.entered)
+        done = first
         for layer in range(first, self.config.num_layers):
+            if layer < done:
+                continue
             if cancelled is not None and cancelled():
                 raise Cancelled
             if self.streams is not None and layer == self.streams.first_layer and self.streams.embeddings:
@@ -202,6 +206,10 @@ class LayerRange:
                 if state.entered:
                     batch, rows = self._placed(forward_pass, True)
             self._tap(forward_pass, self.first + layer, residuals[0], len(batch.tokens), tapped)
+            if len(residuals) == 1 and inputs is None:
+                done = layer + self._run_plain(layer, residuals[0], batch, rows, forward_pass.taps)
+                if layer < done:
+                    continue
             layer_inputs = None
             if inputs is not None:
                 if self._ends_with(layer) and batch.last_only:
@@ -278,6 +286,18 @@ class LayerRange:
         if layer in forward_pass.taps:
             # A copy, as layers overwrite their input.
             tapped.append(self.backend.rows(x, range(count)))
+
+    def _run_plain(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows, taps: Sequence[int]) -> int:
+        """The number of layers from `layer` on that the backend has run at once, over x (R, D), in place."""
+        if self._plain is None or len(rows.places) != 1 or batch.stream_rows or batch.resident_only:
+            return 0
+        stop = self.config.num_layers if self.streams is None else self.streams.first_layer
+        stop = min([stop, *(tap - self.first for tap in taps if tap > self.first + layer)])
+        if batch.last_only and x.shape[0] > 1 and stop > 0 and self._ends_with(stop - 1):
+            stop -= 1
+        ((kv, position, _, tree),) = rows.places
+        layers = range(layer, stop)
+        return self._plain.run(layers, x, batch, kv, position, rows.rope_tables, tree) if layers else 0
 
     def _residuals(
         self,

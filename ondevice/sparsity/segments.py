@@ -265,11 +265,15 @@ class SegmentPool(NeuronSource):
         """A layer's neurons that aren't resident: records, segments just filled, or planes."""
         if batch.resident_only:
             return ()
-        held, neurons = self._layers[layer], self._layers[layer].source.num_neurons
-        high = min(len(held.high_planes) * held.segment_neurons, neurons - held.resident_neurons)
+        held = self._layers[layer]
+        neurons, resident = held.source.num_neurons, held.resident_neurons
         self.lookups += neurons
-        self.hits += held.resident_neurons + high * held.high_bytes // held.source.layout.stride
-        return () if held.resident_neurons == neurons else self._read(layer)
+        self.hits += resident
+        if resident == neurons:
+            return ()
+        high = min(len(held.high_planes) * held.segment_neurons, neurons - resident)
+        self.hits += high * held.high_bytes // held.source.layout.stride
+        return self._read(layer)
 
     def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]

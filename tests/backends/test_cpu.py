@@ -13,6 +13,7 @@ from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import MATRIX_KINDS, MXFP4, TILE_FORMATS, QuantConfig, RowFormat
 from ondevice.errors import BackendUnavailableError
@@ -216,6 +217,62 @@ def test_a_model_of_every_feed_forward_has_one_result(bits: Any, kind: str) -> N
         for threads, segments, chunk in ((1, 99, 40), (2, 0, 33), (2, 2, 7), (1, 1, 1))
     }
     assert len(results) == 1
+
+
+def plain_models() -> dict[str, ModelConfig]:
+    """Models whose layers are all plain, by the family that is built so."""
+    gemma = tiny_config(intermediate_size=200, qk_norm=True, layer_windows=(9, 0))
+    gemma = replace(gemma, layers=tuple(replace(layer, norms="both") for layer in gemma.layers))
+    llama = tiny_config(intermediate_size=200)
+    return {
+        "llama": llama,
+        "qwen2": tiny_config(intermediate_size=200, attention_bias=True),
+        "qwen3": tiny_config(intermediate_size=200, qk_norm=True),
+        "gemma3": gemma,
+        "sinks": with_sinks(
+            tiny_config(intermediate_size=200, attention_bias=True, attention_output_bias=True)
+        ),
+        "ungated": with_feed_forward(llama, replace(FEED_FORWARDS["ungated-gelu"], output_bias=True)),
+    }
+
+
+def logits_of_a_draft(config: ModelConfig, backend: CpuBackend, tokens: list[int], kv_bits: Any) -> Float32:
+    """Logits of a prompt, of tokens between which neurons leave and come back, and of a draft tree."""
+    model, layers = load(config, backend, 4), backend.feed_forwards
+    kv = SequenceState(KVLayout(config, kv_bits, pass_tokens=70))
+    parts = [every_logits(model, tokens[:70], kv)]
+    for index, token in enumerate(tokens[70:76]):
+        layer = layers[index // 2 % len(layers)]
+        lend(layer, layer.num_segments if index % 2 else index // 4)
+        parts.append(every_logits(model, [token], kv))
+    tree = TokenTree([-1, 0, 0, 1, 2])
+    hidden = model.run(ForwardBatch(tokens[:5], tree, drafted=range(1, 5)), kv).hidden
+    parts.append(model.checked_logits(hidden))
+    model.keep(kv, kv.length - 5, [0, 2, 4])
+    return np.concatenate([*parts, every_logits(model, tokens[-1:], kv)])
+
+
+@pytest.mark.fast("gemma3-8", "sinks-16")
+@pytest.mark.parametrize("kv_bits", [8, 16])
+@pytest.mark.parametrize("family", plain_models())
+def test_plain_layers_have_the_bits_of_their_ops_and_run_without_them(
+    monkeypatch: pytest.MonkeyPatch, family: str, kv_bits: Any
+) -> None:
+    config = plain_models()[family]
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 90)]
+    backend, by_ops = make_backend(), make_backend()
+    monkeypatch.setattr(by_ops, "plain_layers", lambda config, layers: None)
+    expected = logits_of_a_draft(config, by_ops, tokens, kv_bits)
+    ran, run = list[int](), _native.run_layers
+
+    def counted(runner: _native.Runner, layers: Any, *others: Any) -> None:
+        ran.append(len(layers))
+        run(runner, layers, *others)
+
+    monkeypatch.setattr(_native, "run_layers", counted)
+    assert logits_of_a_draft(config, backend, tokens, kv_bits).tobytes() == expected.tobytes()
+    # The prompt is too long. Three tokens have one layer whose neurons come from flash.
+    assert sum(ran) == 8 * config.num_layers - 3
 
 
 SMALL_GROUPS = (

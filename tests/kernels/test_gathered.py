@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
-from ondevice.backends.cpu import native_form
+from ondevice.backends.cpu_neurons import native_form
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native

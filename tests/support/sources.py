@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import Backend, Biases, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
-from ondevice.backends.cpu import make_runner, native_form
+from ondevice.backends.cpu import make_runner
+from ondevice.backends.cpu_neurons import native_form
 from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch

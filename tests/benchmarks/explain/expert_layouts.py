@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32
-from ondevice.backends.cpu import native_form
+from ondevice.backends.cpu_neurons import native_form
 from ondevice.bundle.layout import ExpertLayout, RecordLayout
 from ondevice.bundle.matrix_layout import RowLayout, TiledMatrix
 from ondevice.kernels import _native

@@ -1,0 +1,47 @@
+"""The interface of what runs several plain layers at once.
+
+A plain layer is attention with one projection of queries, keys and values, then a dense feed-forward. Both
+read the residual through a norm, or as it is, and add to it, possibly through a norm of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.token_tree import TokenTree
+
+PlainWeights: TypeAlias = Any
+"""One layer's loaded weights, by the names of `model.weights.LayerWeights`."""
+
+
+class PlainLayers(Protocol):
+    """Runs layers of a model that are plain and in memory."""
+
+    def run(
+        self,
+        layers: range,
+        x: Any,
+        batch: ForwardBatch,
+        kv: Any,
+        position: int,
+        rope_tables: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
+        tree: TokenTree | None,
+    ) -> int:
+        """The number of layers that ran, from the first of `layers` on; 0 if that is none of these.
+
+        Results and stats are those of the backend's ops.
+
+        Args:
+            layers: the layers that may run.
+            x: (T, D), the first one's input, which becomes the last one's output.
+            batch: the rows, all of them exact.
+            kv: the cache, which has room for the rows' keys and values.
+            position: number of tokens stored before these.
+            rope_tables: cosine and sine, (T, Dh / 2) each, for each of the model's ropes.
+            tree: of the rows; None: a chain.
+        """

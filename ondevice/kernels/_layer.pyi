@@ -1,0 +1,61 @@
+"""The types of what `_native` has for layers that run with no Python in between (`bindings_layer.cc`)."""
+
+from collections.abc import Sequence
+
+from ondevice.kernels._matrix import Matrix
+from ondevice.kernels._native import Addresses, Bytes, Expert, Float32, GateForm, Norm, Runner, Tree
+
+class PlainLayer:
+    """Attention, then a feed-forward in slices, each with a norm before and after it, or without.
+
+    It points into its arguments and keeps none of them. Arguments are those of `Matrix.forward`, `attend` and
+    `SlicePass`; rope: number of the layer's rotary tables.
+    """
+
+    def __init__(
+        self,
+        attention_norm: Norm | None,
+        qkv: Matrix,
+        qkv_bias: Float32 | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: int,
+        window: int,
+        scale: float,
+        soft_cap: float,
+        norms: tuple[Norm, Norm | None, bool, Norm | None] | None,
+        sinks: Float32 | None,
+        out: Matrix,
+        out_bias: Float32 | None,
+        attention_output_norm: Norm | None,
+        feed_forward_norm: Norm | None,
+        slice: Expert,
+        slices: Sequence[Bytes],
+        form: GateForm,
+        gate_bias: Float32 | None,
+        output_bias: Float32 | None,
+        feed_forward_output_norm: Norm | None,
+    ) -> None: ...
+
+def run_layers(
+    runner: Runner,
+    layers: Sequence[PlainLayer],
+    x: Float32,
+    places: tuple[Addresses, Addresses],
+    windows: Sequence[int],
+    offsets: Sequence[int],
+    bits: int,
+    position: int,
+    ropes: Sequence[tuple[Float32, Float32]],
+    tree: Tree | None,
+    projected: Float32,
+    attended: Float32,
+) -> None:
+    """Layers one after the other over x (T, hidden), in place.
+
+    places: addresses of the KV blocks of layers that keep all tokens, and of windowed ones. windows: of each
+    layer, 0 for those of the first kind. offsets: of each layer, as in `attend`. ropes: cosines and sines,
+    (T, head_dim / 2).
+    projected, attended: scratch memory of T rows, as wide as the widest layer's.
+    """

@@ -1,0 +1,51 @@
+// A transformer layer that is in memory: attention over one sequence, then a feed-forward in slices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "expert.h"
+#include "matrix.h"
+#include "runner.h"
+
+namespace ondevice {
+
+// The rows of one sequence that run through layers.
+struct LayerRows {
+  int64_t tokens, position;
+  TreeView tree;
+  float*
+      projected;    // scratch memory: as wide as a layer's projected queries, keys and values, and its output
+  float* attended;  // scratch memory: as wide as all heads' values
+};
+
+// x += norm(attention(norm(x))), then x += norm(feed_forward(norm(x))); any norm may be missing.
+//
+// It points to weights that others own, and is valid as long as they are in memory.
+struct PlainLayer {
+  int64_t hidden;
+  Norm attention_norm, attention_output_norm, feed_forward_norm, feed_forward_output_norm;
+
+  const Matrix *qkv, *out;
+  const float *qkv_bias, *out_bias;  // or null
+  int64_t heads, kv_heads, head_dim, window;
+  float scale, soft_cap;
+  HeadTransform transform;  // without rotary tables, which are those with number `rope`
+  int64_t rope;
+  const float* sinks;  // or null
+
+  const Expert* slice;
+  std::vector<RecordBytes> slices;
+  GateForm form;
+  const float *gate_bias, *output_bias;  // or null
+
+  int64_t projected_width() const { return (heads + 2 * kv_heads) * head_dim; }
+  int64_t attended_width() const { return heads * head_dim; }
+
+  // x (tokens, hidden) -> the layer's output, in place. kv: the layer's keys and values, with room for the
+  // rows. cos, sin: (tokens, head_dim / 2).
+  void forward(Runner& runner, const LayerRows& rows, const KvView& kv, const float* cos, const float* sin,
+               float* x) const;
+};
+
+}  // namespace ondevice
