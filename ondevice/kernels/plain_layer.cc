@@ -11,10 +11,10 @@ void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv
   float* y = rows.projected;
 
   qkv->forward(runner, x, hidden, tokens, qkv_bias, rows.projected, attention_norm);
-  HeadTransform turned = transform;
-  turned.cos = cos;
-  turned.sin = sin;
-  runner.attend(rows.projected, turned,
+  HeadTransform rotated = transform;
+  rotated.cos = cos;
+  rotated.sin = sin;
+  runner.attend(rows.projected, rotated,
                 {rows.projected, projected_width(), heads, kv, rows.position, window, scale, soft_cap,
                  rows.attended, rows.tree, sinks},
                 tokens);
