@@ -320,16 +320,13 @@ class SegmentPool(NeuronSource):
             ahead.release()
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
-        """An empty segment for the next range of a layer, if its quota allows one; waits for its memory.
-
-        Without it, the next pass would read the range again, which takes longer than allocating memory.
-        """
+        """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
         layer, quota = self._layers[index], self._quota[index]
         if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
         nbytes = self._segment_bytes[index] if segment < quota.segments else layer.high_bytes
         empty = self._empty[nbytes]
-        if not empty:
+        if not empty or not empty[0].done():
             return None
         future = empty.popleft()
         if future.exception() is not None:

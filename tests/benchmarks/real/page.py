@@ -282,7 +282,7 @@ def machine_text(made: Document) -> str:
         f"ondevice {versions['ondevice']} at commit {versions['commit']},",
         f"llama-cpp-python {versions['llama-cpp-python']}, transformers {versions['transformers']}.",
     )
-    return f"{' '.join(sentences)}{kind}{skipped}\n"
+    return f"{' '.join(sentences)}{earlier_commits(made)}{kind}{skipped}\n"
 
 
 def noise(made: Document) -> str:
@@ -312,11 +312,36 @@ def page(made: Document) -> str:
     return "\n".join((INTRODUCTION, machine_text(made), tables(made), method)).rstrip() + "\n"
 
 
+def part_of(case: str) -> str:
+    """The part of the runs that a case belongs to."""
+    return case if case == "quality" else "drafts" if case.startswith("drafts-") else "speed"
+
+
+def with_stored_parts(made: Document, stored: Document) -> Document:
+    """The document with the stored figures of each model's parts that weren't run, which say their commit."""
+    parts = {(row["model"], part_of(row["case"])) for row in made["cases"]}
+    origin = {"commit": stored["versions"]["commit"], "date": stored["date"][:10]}
+    kept = [origin | row for row in stored["cases"] if (row["model"], part_of(row["case"])) not in parts]
+    return made | {"cases": [*made["cases"], *kept]}
+
+
+def earlier_commits(made: Document) -> str:
+    """Which figures are of earlier commits than the others, in a sentence; empty if none are."""
+    earlier: dict[str, list[str]] = {}
+    for row in made["cases"]:
+        if "commit" in row:
+            names = earlier.setdefault(f"{row['commit']} ({row['date']})", [])
+            name = f"{part_of(row['case'])} of `{row['model']}`"
+            names += [name] if name not in names else []
+    sentences = [f"Of commit {commit}: {', '.join(names)}." for commit, names in earlier.items()]
+    return f" {' '.join(sentences)}" if sentences else ""
+
+
 def write_page(runs: Path) -> int:
     """Store the document of a file of runs, and write the page from it."""
     if not runs.exists():
         raise SystemExit(f"there are no runs in {runs}; `make bench-real` makes them")
-    made = document(*read(runs))
+    made = with_stored_parts(document(*read(runs)), json.loads(STORED.read_text(encoding="utf-8")))
     STORED.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(made), encoding="utf-8")
     draw_budgets(made, PICTURE)
