@@ -26,6 +26,8 @@ class WindowBlocks:
         self.blocks: list[Block] = []
         self.marks: tuple[int, ...] = ()
         """Numbers of tokens behind which a text can go on, while there is memory for it."""
+        self._copied: frozenset[int] = frozenset()
+        """Blocks that are being copied, which stay until they are."""
         self._window = max(layout.windows)
         self._allocate = allocate
         self._release = release
@@ -60,11 +62,8 @@ class WindowBlocks:
     def nearest(self, n_tokens: int) -> int:
         """The most tokens, at most n_tokens, behind which a token sees blocks that are held alone."""
         n_tokens = min(n_tokens, len(self.blocks) * BLOCK_TOKENS)
-        while n_tokens > 0:
-            last = self._last_gap(n_tokens)
-            if last < self._first_seen(n_tokens):
-                break
-            n_tokens = last * BLOCK_TOKENS
+        while n_tokens > 0 and (gap := self._last_gap(n_tokens)) is not None:
+            n_tokens = gap * BLOCK_TOKENS
         return n_tokens
 
     def shrink(self, n_blocks: int) -> None:
@@ -79,7 +78,7 @@ class WindowBlocks:
         `marks` is true, these. Returns whether that was anything.
         """
         first, kept, held = self._first_seen(length), self._marked(), self._held()
-        past = [at for at in held[: -self.layout.ring] if at < first]
+        past = [at for at in held[: -self.layout.ring] if at < first and at not in self._copied]
         lost = [at for at in past if at not in kept]
         if marks and not lost:
             lost, self.marks = past, ()
@@ -88,13 +87,16 @@ class WindowBlocks:
 
     def copy_to(self, other: WindowBlocks, n_blocks: int) -> None:
         """Give an empty `other` a ring of the first n_blocks: a part, if its allocator raises."""
-        # The allocator may take what this text doesn't need to go on.
-        ring = {at: self.blocks[at] for at in self._held(n_blocks)[-self.layout.ring :]}
-        for at in range(n_blocks):
-            other.blocks.append(None)
-            if at in ring:
-                other.blocks[at] = other._allocate(self.layout.window_block_bytes)
-                other.blocks[at][:] = ring[at]
+        # The allocator may take what else this text doesn't need to go on.
+        self._copied = frozenset(self._held(n_blocks)[-self.layout.ring :])
+        try:
+            for at in range(n_blocks):
+                other.blocks.append(None)
+                if at in self._copied:
+                    other.blocks[at] = other._allocate(self.layout.window_block_bytes)
+                    other.blocks[at][:] = self.blocks[at]
+        finally:
+            self._copied = frozenset()
 
     def give_up(self, blocks: Sequence[int]) -> None:
         """Release these blocks, as far as they are held."""
@@ -108,10 +110,10 @@ class WindowBlocks:
         """The first block that a token behind n_tokens sees."""
         return max(0, n_tokens + 1 - self._window) // BLOCK_TOKENS
 
-    def _last_gap(self, n_tokens: int) -> int:
-        """The last block up to that of the last of n_tokens that isn't held; -1: there is none."""
-        blocks = range(self.layout.blocks(n_tokens))
-        return max((at for at in blocks if self.blocks[at] is None), default=-1)
+    def _last_gap(self, n_tokens: int) -> int | None:
+        """The last block not held of those that a token behind n_tokens sees; None: all are held."""
+        seen = range(self._first_seen(n_tokens), self.layout.blocks(n_tokens))
+        return next((at for at in reversed(seen) if self.blocks[at] is None), None)
 
     def _marked(self) -> set[int]:
         """The held blocks that tokens behind a mark see."""

@@ -86,8 +86,8 @@ class PromptCache:
         try:
             yield from self._read_runs(kv, chain, cancelled)
         finally:
-            # Of a session's runs some may lack what windowed layers see.
-            if kv.nearest(kv.length) < kv.length:
+            # Of a session's runs some may lack what windowed layers see, even where reading them fails.
+            if kv.windows is not None:
                 kv.truncate(kv.length)
         self._folder.touch(name for name, _ in chain)
 
@@ -127,14 +127,16 @@ class PromptCache:
         """Write the first run of kv after `at` tokens that isn't stored.
 
         gaps: whether runs are written that lack what windowed layers see, as it isn't held any more: a text
-        that goes on behind later ones needs no more of them.
+        that goes on behind later ones needs no more of them. Those stored without it are written anew where
+        kv holds it: a text that went back may end behind them.
 
         Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
         it can't be written.
         """
         runs = self._runs(kv)
         for index, (name, stop) in enumerate(runs):
-            if stop <= at or self._folder.has(name):
+            stored = stop <= at or self._folder.has(name)
+            if stored and not (gaps and stop > at and self._gains_windows(kv, name, stop)):
                 at = max(at, stop)
                 continue
             if not gaps and not kv.holds_windows(stop - name.tokens, stop):
@@ -266,6 +268,14 @@ class PromptCache:
         kv.extend(entry.tokens[:matched])
         if self.chunk:
             kv.chunked = stop // self._step * self._step
+
+    def _gains_windows(self, kv: SequenceState, name: RunName, stop: int) -> bool:
+        """Whether kv holds what windowed layers see of a run that ends at `stop` and is stored without it."""
+        start = stop - name.tokens
+        if kv.windows is None or not kv.holds_windows(start, stop):
+            return False
+        entry = read_entry(self._folder.path, name, self._binding)
+        return entry is not None and entry.sizes == tuple(kv.part_sizes(start, stop, False))
 
     def _write(self, kv: SequenceState, name: RunName, stop: int, before: Collection[RunName]) -> bool:
         """Write a run that ends at `stop` tokens. Returns False if there is no room for it beside those

@@ -129,6 +129,8 @@ class StatePool:
         self._drop_retired()
         self._save_keyless()
         kv = self.new_state() if key is None else self.state_of(key)
+        if key is None and not stored:
+            kv.before_loss = lambda kv, stop: None
         self._in_use.append(kv)
         try:
             yield kv

@@ -138,6 +138,8 @@ def test_a_prompt_cache_has_what_a_text_gives_up(bundle: Path, tmp_path: Path) -
     with load(bundle, **options) as model:
         expected = [said(model, text, keep=False)[0] for text in EDITS]
     with load(bundle, prompt_cache=tmp_path, **options) as model:
+        model.logits(LONG)
+        assert not written(tmp_path)
         assert said(model, LONG) == (expected[0], 0)
         # Before anything is idle, all that isn't held any more is there.
         assert len(written(tmp_path)) >= len(LONG) // 64 - model._engine.kv.layout.ring

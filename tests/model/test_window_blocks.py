@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from ondevice.converters.architectures.registry import read_config
 from ondevice.errors import BudgetError
 from ondevice.model.sequence_state import SequenceState, allocate_block
 from ondevice.model.transformer import Transformer
+from ondevice.prompt_cache.store import PromptCache
 from tests.backends.test_cpu import load, make_backend
 from tests.backends.test_token_tree import drawn, random_tree
 from tests.support.sources import tiny_config
@@ -248,6 +252,72 @@ def test_every_way_back_has_the_bits_of_a_text_alone(kv_bits: Any) -> None:
     assert min(back) > 0
     kv.truncate(0)
     assert memory.nbytes == 0
+
+
+def test_a_copy_keeps_what_it_copies_in_the_accounts() -> None:
+    """A full pool asks the copied text for memory: its mark's blocks count until they are copied."""
+    held: list[weakref.ref[Bytes]] = []
+    memory, most = Memory(), 0
+
+    def allocate(nbytes: int) -> Bytes:
+        nonlocal most
+        block = memory.allocate(nbytes)
+        held.append(weakref.ref(block))
+        most = max(most, sum(found.nbytes for it in held if (found := it()) is not None))
+        return block
+
+    kv = SequenceState(KVLayout(CONFIG, pass_tokens=CHUNK), allocate, memory.release)
+    for length in range(CHUNK, 1001, CHUNK):
+        kv.mark([400] if length > 160 else [])
+        kv.reserve(length)
+        kv.extend([1] * CHUNK)
+    memory.limit = memory.nbytes
+    memory.asks_back = kv.forget_past
+    with pytest.raises(BudgetError):
+        kv.fork(400)
+    assert (most, memory.nbytes, kv.nearest(400)) == (memory.limit, memory.limit, 400)
+    memory.limit *= 2
+    fork = kv.fork(400)
+    assert fork.nearest(400) == 400
+
+
+def test_the_nearest_place_is_found_in_one_walk() -> None:
+    """Behind the ring of a long text every block is a gap."""
+    kv = state()
+    for _ in range(128 * 1024 // 64):
+        kv.reserve(kv.length + 64)
+        kv.extend([1] * 64)
+    begun = time.process_time()
+    assert [kv.nearest(kv.length - 1000), kv.nearest(kv.length)] == [0, kv.length]
+    assert time.process_time() - begun < 0.04
+
+
+def test_a_text_that_went_back_is_saved_with_what_its_end_sees(tmp_path: Path) -> None:
+    """Its runs were saved before, when a longer text had given up what windowed layers see of them."""
+    store, kv, tokens = PromptCache(tmp_path, {}), state(), drawn(1000, 4)
+    for text in (tokens, tokens[:400]):
+        kv.truncate(0)
+        while kv.length < len(text):
+            kv.reserve(kv.length + CHUNK)
+            kv.extend(text[kv.length : kv.length + CHUNK])
+        assert [*store.write(kv)] == []
+    loaded = state()
+    assert [*store.restore(loaded, tokens[:400])] == []
+    assert (loaded.length, loaded.nearest(400)) == (400, 400)
+
+
+def test_a_damaged_run_without_windows_leaves_nothing_behind(tmp_path: Path) -> None:
+    store, kv, tokens, transformer = PromptCache(tmp_path, {}), state(), drawn(600, 5), model()
+    logits = run(transformer, tokens, kv)
+    assert [*store.write(kv)] == []
+    first = min(tmp_path.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 0xFF
+    first.write_bytes(data)
+    loaded = state()
+    assert [*store.restore(loaded, tokens)] == []
+    assert (loaded.length, loaded.nbytes) == (0, 0)
+    assert run(transformer, tokens, loaded) == logits
 
 
 def test_a_kernel_refuses_blocks_that_are_gone() -> None:
