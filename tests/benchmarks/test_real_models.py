@@ -16,7 +16,7 @@ from tests.benchmarks.lib.oracle import Agreement, Float32
 from tests.benchmarks.real import texts
 from tests.benchmarks.real.cases import ENGINES, FIRST_TOKENS, QUICK, WHOLE, Case, quality_windows
 from tests.benchmarks.real.engines import draft_figures, kept
-from tests.benchmarks.real.page import PAGE, STORED, number, page
+from tests.benchmarks.real.page import PAGE, STORED, number, page, with_stored_parts
 from tests.benchmarks.real.real_models import Bench
 from tests.benchmarks.real.results import Results, Row, RunId, document, put_aside, read
 from tests.support.paths import SHARED_DATA
@@ -154,6 +154,20 @@ def test_the_page_says_that_the_machine_was_busy_and_what_went_wrong() -> None:
     text = page(made | {"changed_texts": ["smollm2, drafts-57, auto"]})
     assert "no speed on this page can be trusted" in text
     assert "- smollm2, start, ondevice: no\n- smollm2, drafts-57, auto: CHANGED TEXT\n" in text
+
+
+def test_parts_that_were_not_run_stay_and_say_their_commit() -> None:
+    stored = example()
+    rows = [row(RunId("smollm2", "start", "ondevice", 0), load_seconds=0.5)]
+    newer = {**HEADER, "versions": {**HEADER["versions"], "commit": "def"}, "date": "2026-12-01 08:00:00"}
+    made = with_stored_parts(document(newer, rows), stored)
+    text = page(made)
+    assert "| loading, s | 0.50 | not measured |  |" in text
+    assert "| resident | auto | 1.50, 60.0 | 2.00, 80.0 |  |  |  |  | 1.20 |" in text
+    earlier = "Of commit abc (2026-11-28): budgets of `smollm2`, drafts of `smollm2`, quality of `smollm2`."
+    assert f"at commit def, llama-cpp-python 0.3.36, transformers 5.24.0. {earlier}" in text
+    again = with_stored_parts(document(newer, rows), made)
+    assert {case["commit"] for case in again["cases"] if case["case"] == "quality"} == {"abc"}
 
 
 def test_the_page_in_docs_is_made_of_the_stored_runs() -> None:

@@ -314,7 +314,8 @@ def page(made: Document) -> str:
 
 def part_of(case: str) -> str:
     """The part of the runs that a case belongs to."""
-    return case if case == "quality" else "drafts" if case.startswith("drafts-") else "speed"
+    named = next((part for part in ("quality", "drafts", "budget") if case.startswith(part)), "speed")
+    return "budgets" if named == "budget" else named
 
 
 def with_stored_parts(made: Document, stored: Document) -> Document:
