@@ -202,8 +202,8 @@ static inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
 
 // dot_blocks at 5 and 6 bits. Codes are below 64, so that dot_q4 is exact.
 template <int BITS, int TT, int N, int COLS>
-[[gnu::always_inline]] static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x, int64_t stride,
-                                   F (*sums)[TT]) {
+[[gnu::always_inline]] static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x,
+                                                          int64_t stride, F (*sums)[TT]) {
   constexpr bool kTwoChains = N * TT <= 4;
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
