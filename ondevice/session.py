@@ -292,11 +292,11 @@ class Session:
         head = messages[: messages[0]["role"] == "system"]
         begins = [at for at in range(len(head), len(messages)) if messages[at]["role"] == "user"]
 
-        def ids_from(turn: int) -> list[int]:
-            return self._host.chat_ids([*head, *messages[begins[turn] :]], prompt)
+        def ids_from(index: int) -> list[int]:
+            return self._host.chat_ids([*head, *messages[begins[index] :]], prompt)
 
         older = range(len(begins) - 1)
-        first = bisect_left(older, True, key=lambda turn: len(ids_from(turn)) <= context // 2)
+        first = bisect_left(older, True, key=lambda index: len(ids_from(index)) <= context // 2)
         return [*head, *messages[begins[first] :]], ids_from(first), first
 
     @contextmanager

@@ -38,7 +38,7 @@ LAYERS = (
     ("budget",),
     ("meter", "generate"),
     ("runtime", "distributed"),
-    ("scoring", "response", "host", "session", "api", "quality", "training"),
+    ("scoring", "response", "host", "session", "api", "training"),
     ("doctor", "measure", "serve"),
     ("commands", "cli", "__main__"),
 )

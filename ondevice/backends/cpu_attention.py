@@ -118,5 +118,5 @@ def block_addresses(kv: KVStore) -> tuple[NDArray[np.uint64], NDArray[np.uint64]
 
 
 def _addresses_of(blocks: Sequence[Block]) -> NDArray[np.uint64]:
-    found = [0 if block is None else block.__array_interface__["data"][0] for block in blocks]
-    return np.array(found, dtype=np.uint64)
+    addresses = [0 if block is None else block.__array_interface__["data"][0] for block in blocks]
+    return np.array(addresses, dtype=np.uint64)

@@ -79,7 +79,7 @@ class FeedForwardLayer:
         self.high_planes: list[Segment] = []
         """High planes of the next segments after `segments`, where `high_bytes` isn't 0."""
         self.piece_memory = PieceMemory()
-        """Of layers in one pool, only the first layer's is used."""
+        """Counts pieces in use. A pool uses its first layer's for all of its layers."""
 
     @property
     def high_bytes(self) -> int:

@@ -292,8 +292,8 @@ class _Ranges:
         bundle, layer_slice = self._bundle, slice(first, stop)
         streams = bundle.streams and part_streams(bundle.streams, layer_slice)
         predictors = bundle.predictors and part_predictors(bundle.predictors, layer_slice)
-        entering = None if streams is None else (streams.first_layer, streams.begins)
-        key = embeds, entering, predictors and predictors.ranks, tuple(self._kinds[layer_slice])
+        streams_entry = None if streams is None else (streams.first_layer, streams.begins)
+        key = embeds, streams_entry, predictors and predictors.ranks, tuple(self._kinds[layer_slice])
         if key not in self._plans:
             config = part_config(bundle.config, first, stop, embeds, embeds)
             runtime = for_slice(config, self._runtime)

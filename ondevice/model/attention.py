@@ -175,8 +175,8 @@ def _laurel(backend: Backend, weights: LayerWeights, x: Array) -> Array:
     low, norm = weights.laurel, weights.attention_norm
     assert low is not None
     assert norm is not None
-    entering = backend.normed(x, norm)
-    narrow = backend.linear(entering, low.down)
+    normed = backend.normed(x, norm)
+    narrow = backend.linear(normed, low.down)
     # A copy, as a product can't be the next product's input.
     wide = backend.linear(backend.rows(narrow, range(narrow.shape[0])), low.up)
-    return backend.add_normed(entering, wide, low.norm)
+    return backend.add_normed(normed, wide, low.norm)

@@ -65,17 +65,17 @@ class DraftExperts:
 
         The result belongs to the caller.
         """
-        entering, out = backend.normed(x, norm), x
+        normed, out = backend.normed(x, norm), x
         if self.shared is not None:
-            output = self.shared.product(backend, entering, self.activation)
+            output = self.shared.product(backend, normed, self.activation)
             if self.shared_gate is not None:
                 output = backend.rows(output, range(output.shape[0]))
-                gates = sigmoid(backend.to_numpy(backend.linear(entering, self.shared_gate)))
+                gates = sigmoid(backend.to_numpy(backend.linear(normed, self.shared_gate)))
                 output = output * _column(backend, gates)
             out = out + output
-        logits = backend.to_numpy(backend.linear(entering, self.router))
+        logits = backend.to_numpy(backend.linear(normed, self.router))
         routing = route(logits, self.spec, self.choice_bias)
-        outputs, places = self._outputs(entering, backend, routing.ids)
+        outputs, places = self._outputs(normed, backend, routing.ids)
         for at in range(self.spec.chosen):
             weights = _column(backend, routing.weights[:, at])
             out = out + backend.rows(outputs, places[:, at].tolist()) * weights

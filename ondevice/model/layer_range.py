@@ -312,17 +312,17 @@ class LayerRange:
         backend, weights = self.backend, self.weights.layers[layer]
         if weights.altup is None:
             x = self._layer(layer, residuals[0], batch, rows, taps)
-            residuals, entering = [x], x
+            residuals, residual = [x], x
         else:
             predicted = altup.predict(backend, weights.altup, residuals)
             x = backend.rows(predicted[0], range(predicted[0].shape[0]))
             x = self._layer(layer, x, batch, rows, taps)
             predicted = [stream[-x.shape[0] :] for stream in predicted]
             residuals = altup.correct(backend, weights.altup, predicted, x)
-            entering = residuals[0] * weights.altup.scale
+            residual = residuals[0] * weights.altup.scale
         if weights.per_layer is not None and inputs is not None:
             activation = self.config.activation
-            added = per_layer_output(backend, weights.per_layer, entering, inputs, activation)
+            added = per_layer_output(backend, weights.per_layer, residual, inputs, activation)
             first = 0 if weights.altup is None else 1
             residuals = [*residuals[:first], *(x + added for x in residuals[first:])]
         return residuals if weights.scale is None else [x * weights.scale for x in residuals]
@@ -339,17 +339,17 @@ class LayerRange:
         if layer + 1 < self.config.num_layers and not batch.resident_only:
             known = x[: len(batch.tokens)] if batch.stream_rows else x
             prefetch(backend, self.config.layers[layer + 1], self.weights.layers[layer + 1], known)
-        entering, before = x if attention_input is None else attention_input, None
+        ffn_input, before = x if attention_input is None else attention_input, None
         if self._ends_with(layer) and batch.last_only:
             if self.config.model_layers in taps:
                 # The last row runs alone, so that it has the bits of a pass without taps.
                 others = replace(batch, tokens=batch.tokens[:-1], last_only=False)
                 before = feed_forward(
-                    backend, spec, weights, entering[:-1], x[:-1], others, adapters, rows.adapted
+                    backend, spec, weights, ffn_input[:-1], x[:-1], others, adapters, rows.adapted
                 )
                 before = backend.rows(before, range(len(others.tokens)))
-            x, entering, batch = x[-1:], entering[-1:], batch.last_row()
-        out = feed_forward(backend, spec, weights, entering, x, batch, adapters, rows.adapted)
+            x, ffn_input, batch = x[-1:], ffn_input[-1:], batch.last_row()
+        out = feed_forward(backend, spec, weights, ffn_input, x, batch, adapters, rows.adapted)
         return out if before is None else backend.stacked([before, out])
 
     def _placed(self, forward_pass: ForwardPass, entered: bool) -> tuple[ForwardBatch, Rows]:

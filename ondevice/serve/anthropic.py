@@ -152,7 +152,7 @@ def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, C
 
 
 def _take_choice(fields: Fields) -> tuple[Choice, bool]:
-    """Which tools may be called, and whether several calls may come at once."""
+    """The choice of tools, and whether the model may call several at once."""
     given = fields.object("tool_choice")
     if given is None:
         return AUTO, True

@@ -1,4 +1,4 @@
-"""Which loaded models make room for another one under one budget. Pure; all sizes are bytes.
+"""Plans how loaded models share a budget: which ones yield memory to another. Pure; all sizes are bytes.
 
 A model that needs memory gets it from idle ones: they yield down to the least in which they run, and if that
 isn't enough they are unloaded. The least recently used go first. Models at work keep their memory.

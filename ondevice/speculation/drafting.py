@@ -102,7 +102,7 @@ class Drafting:
         self._states: dict[int, DraftingState] = {}
         """By the number of texts that share a pass."""
         self._state = self._state_for(1)
-        """Of passes with as many texts as the newest one."""
+        """The state for the number of texts in the newest pass."""
 
     def begin(
         self,

@@ -37,13 +37,13 @@ from ondevice.config import (
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.generate import token_ids
 from ondevice.host import text_tokenizer
-from ondevice.quality import Pieces, expert_costs, first_part_of, measured_points
 from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
+from ondevice.training.quality import Pieces, expert_costs, first_part_of, measured_points
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
