@@ -14,9 +14,9 @@ namespace ondevice {
 struct LayerRows {
   int64_t tokens, position;
   TreeView tree;
-  float*
-      projected;    // scratch memory: as wide as a layer's projected queries, keys and values, and its output
-  float* attended;  // scratch memory: as wide as all heads' values
+  // Scratch memory: rows as wide as a layer's projected queries, keys and values and as its output; rows as
+  // wide as all heads' values.
+  float *projected, *attended;
 };
 
 // x += norm(attention(norm(x))), then x += norm(feed_forward(norm(x))); any norm may be missing.

@@ -60,7 +60,7 @@ class WindowBlocks:
             self._let_go(added)
 
     def nearest(self, n_tokens: int) -> int:
-        """The most tokens, at most n_tokens, behind which a token sees blocks that are held alone."""
+        """The most tokens, at most n_tokens, after which every block that the next token sees is held."""
         n_tokens = min(n_tokens, len(self.blocks) * BLOCK_TOKENS)
         while n_tokens > 0 and (gap := self._last_gap(n_tokens)) is not None:
             n_tokens = gap * BLOCK_TOKENS
@@ -74,8 +74,9 @@ class WindowBlocks:
                 self._release(block)
 
     def forget(self, length: int, marks: bool) -> bool:
-        """Release what a text of `length` tokens has behind its ring, and if that is for its marks alone and
-        `marks` is true, these. Returns whether that was anything.
+        """Release the blocks before the ring of a text of `length` tokens. Returns whether there were any.
+
+        Those that tokens behind marks see go last, if `marks` is true, and the marks with them.
         """
         first, kept, held = self._first_seen(length), self._marked(), self._held()
         past = [at for at in held[: -self.layout.ring] if at < first and at not in self._copied]
