@@ -19,7 +19,6 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice import quality
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
@@ -34,7 +33,7 @@ from ondevice.converters.training.predictors.mlx_arrays import MlxArrays
 from ondevice.errors import BackendUnavailableError
 from ondevice.model.sequence_state import SequenceState
 from ondevice.runtime import backend_choice
-from ondevice.training import train_predictors
+from ondevice.training import quality, train_predictors
 from tests.support.bundles import convert_bundle, made_up_pieces, write_chat_checkpoint
 from tests.support.command_line import Run
 from tests.support.engines import running
