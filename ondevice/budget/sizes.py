@@ -39,11 +39,11 @@ STREAM_SLOT_BYTES = 2 << 20
 """Target size of one read of dense mode's records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
 SLICE_SLOTS = 12
-"""Slots for slices, or their low planes, which eight threads read one by one.
+"""Slots for slices, which eight threads read one by one; low planes alone have twice as many in that memory.
 
-With as many slots as threads, threads wait for the oldest read. GB/s with 8, 12 and 16 slots: 0.94, 1.47 and
-1.66 of low planes of 0.4 MB, 1.48, 1.73 and 1.83 of slices of 0.8 MB (`python -m
-tests.benchmarks.explain.slice_reads`)."""
+With as many slots as threads, threads wait for the oldest read. GB/s with 8, 12, 16, 24 and 32 slots: 1.74,
+1.75, 1.76, 1.96 and 2.07 of slices of 0.8 MB, 0.89, 1.45, 1.78, 1.70 and 1.98 of low planes of 0.4 MB
+(`python -m tests.benchmarks.explain.slice_reads`)."""
 MATRIX_PIECE_BYTES = 512 << 10
 """Target size of one read of a matrix that isn't held."""
 MATRIX_SLOTS = 12

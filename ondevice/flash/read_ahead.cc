@@ -16,56 +16,62 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 ReadAhead::ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
                      size_t slot_bytes, size_t slots, bool cyclic, SlotMemory memory)
     : reader_(std::move(reader)),
-      slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
-      cyclic_(cyclic),
-      slots_(slots) {
+      max_slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
+      nbytes_(max_slot_bytes_ * slots),
+      cyclic_(cyclic) {
   reader_->pool().require_running();
   if (slots < 2)
     throw std::invalid_argument("reading ahead needs at least 2 slots, not " + std::to_string(slots));
-  schedule_ = planned(extents);
+  begin(planned(extents));
   if (memory.data == nullptr) {
-    auto own = std::make_shared<MappedBuffer>(slot_bytes_ * slots);
+    auto own = std::make_shared<MappedBuffer>(nbytes_);
     memory = {std::shared_ptr<uint8_t>(own, own->data()), own->size()};
   }
-  if (memory.nbytes != slot_bytes_ * slots)
+  if (memory.nbytes != nbytes_)
     throw std::invalid_argument("memory of " + std::to_string(memory.nbytes) + " bytes for " +
-                                std::to_string(slots) + " slots of " + std::to_string(slot_bytes_));
+                                std::to_string(slots) + " slots of " + std::to_string(max_slot_bytes_));
   if (page_down(reinterpret_cast<int64_t>(memory.data.get())) != reinterpret_cast<int64_t>(memory.data.get()))
     throw std::invalid_argument("the memory of slots must begin at a page");
   memory_ = std::move(memory.data);
   reader_->pool().add(this, false);
 }
 
-std::vector<ReadAhead::Planned> ReadAhead::planned(const std::vector<Extent>& extents) const {
+ReadAhead::Schedule ReadAhead::planned(const std::vector<Extent>& extents) const {
   if (extents.empty()) throw std::invalid_argument("reading ahead needs at least one extent");
-  int64_t needed = 0;
-  std::vector<Planned> schedule;
+  Schedule schedule;
   for (const Extent& extent : extents) {
     const FlashFile& file = reader_->file(extent.file);
     Range units = file.expand(extent.offset, extent.nbytes);
     const int64_t base = page_down(units.begin);
-    needed = std::max(needed, page_up(units.end) - base);
-    schedule.push_back({&file, extent.offset, extent.nbytes, base, file.cut(units, kPieceBytes)});
+    schedule.slot_bytes = std::max(schedule.slot_bytes, static_cast<size_t>(page_up(units.end) - base));
+    schedule.extents.push_back({&file, extent.offset, extent.nbytes, base, file.cut(units, kPieceBytes)});
   }
-  if (slot_bytes_ < static_cast<size_t>(needed))
-    throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
-                                " bytes can't hold the largest extent (" + std::to_string(needed) +
-                                " bytes with its page and checksum boundaries)");
+  if (max_slot_bytes_ < schedule.slot_bytes)
+    throw std::invalid_argument(
+        "slots of " + std::to_string(max_slot_bytes_) + " bytes can't hold the largest extent (" +
+        std::to_string(schedule.slot_bytes) + " bytes with its page and checksum boundaries)");
   return schedule;
 }
 
+void ReadAhead::begin(Schedule schedule) {
+  schedule_ = std::move(schedule);
+  // Slots larger than every extent would leave memory unused, and too few reads at once.
+  slots_.assign(nbytes_ / schedule_.slot_bytes, Slot{});
+}
+
 bool ReadAhead::take(Piece* piece) {
-  if (paused_ || closed_ || !open_slot_left() || (!cyclic_ && issued_ == schedule_.size())) return false;
+  if (paused_ || closed_ || !open_slot_left() || (!cyclic_ && issued_ == schedule_.extents.size()))
+    return false;
   size_t index = issued_ % slots_.size();
   Slot& slot = slots_[index];
-  const Planned& planned = schedule_[issued_ % schedule_.size()];
+  const Planned& planned = schedule_.extents[issued_ % schedule_.extents.size()];
   if (issued_pieces_ == 0) {
     slot = Slot{};
     slot.pending = planned.pieces.size();
   }
   piece->file = planned.file;
   piece->range = planned.pieces[issued_pieces_];
-  piece->out = memory_.get() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
+  piece->out = memory_.get() + index * schedule_.slot_bytes + (page_down(piece->range.begin) - planned.base);
   piece->tag = index;
   if (++issued_pieces_ == planned.pieces.size()) {
     issued_pieces_ = 0;
@@ -93,7 +99,7 @@ ReadAhead::View ReadAhead::next() {
   if (held_ + 1 >= slots_.size() || taken_ - released_ == slots_.size())
     throw std::invalid_argument("release() an extent first: " + std::to_string(held_) + " of " +
                                 std::to_string(slots_.size()) + " slots are held");
-  if (!cyclic_ && taken_ == schedule_.size())
+  if (!cyclic_ && taken_ == schedule_.extents.size())
     throw std::out_of_range("the schedule has ended; rewind() starts it again");
   const size_t index = taken_ % slots_.size();
   Slot& slot = slots_[index];
@@ -104,7 +110,7 @@ ReadAhead::View ReadAhead::next() {
     wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
     require_open();
   }
-  const Planned& planned = schedule_[taken_ % schedule_.size()];
+  const Planned& planned = schedule_.extents[taken_ % schedule_.extents.size()];
   ++taken_;
   if (!slot.error.empty()) {
     std::string error = slot.error;
@@ -113,7 +119,7 @@ ReadAhead::View ReadAhead::next() {
     throw FlashError(error);
   }
   ++held_;
-  return {memory_.get() + index * slot_bytes_ + (planned.offset - planned.base),
+  return {memory_.get() + index * schedule_.slot_bytes + (planned.offset - planned.base),
           static_cast<size_t>(planned.nbytes), memory_};
 }
 
@@ -136,17 +142,17 @@ void ReadAhead::rewind() {
   require_open();
   held_ = 0;
   released_ = taken_;
-  const bool at_start = cyclic_ ? taken_ % schedule_.size() == 0 : taken_ == 0;
+  const bool at_start = cyclic_ ? taken_ % schedule_.extents.size() == 0 : taken_ == 0;
   if (!at_start) restart(lock);
   reader_->pool().notify();
 }
 
 void ReadAhead::reschedule(const std::vector<Extent>& extents) {
-  std::vector<Planned> schedule = planned(extents);
+  Schedule schedule = planned(extents);
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
   require_open();
   restart(lock);
-  schedule_ = std::move(schedule);
+  begin(std::move(schedule));
   reader_->pool().notify();
 }
 

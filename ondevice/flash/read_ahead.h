@@ -36,7 +36,8 @@ struct SlotMemory {
 // consumer at a time; close() may be called from any thread.
 class ReadAhead : public PieceSource {
  public:
-  // A slot must hold the largest extent, widened to whole checked units and to page boundaries. Throws
+  // Memory for `slots` slots of `slot_bytes`, or for more of them where a schedule's extents are smaller. A
+  // slot must hold the largest extent, widened to whole checked units and to page boundaries. Throws
   // std::invalid_argument for fewer than 2 slots, slots that are too small, memory of another size or not
   // page-aligned, or an empty schedule, and std::out_of_range for an extent outside its file.
   ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
@@ -67,7 +68,7 @@ class ReadAhead : public PieceSource {
   void close();
 
   // Slot memory.
-  size_t nbytes() const { return slot_bytes_ * slots_.size(); }
+  size_t nbytes() const { return nbytes_; }
   ReadAheadStats stats();
 
   bool take(Piece* piece) override;
@@ -80,21 +81,26 @@ class ReadAhead : public PieceSource {
     int64_t offset, nbytes, base;  // base: file offset of the slot's first page
     std::vector<Range> pieces;
   };
+  struct Schedule {
+    std::vector<Planned> extents;
+    size_t slot_bytes = 0;  // of the largest extent
+  };
   struct Slot {
     size_t pending = 0;  // pieces that haven't arrived
     std::string error;
     bool skip = false;  // failed, and next() has said so; released once all older extents are
   };
 
-  std::vector<Planned> planned(const std::vector<Extent>& extents) const;
+  Schedule planned(const std::vector<Extent>& extents) const;
+  void begin(Schedule schedule);
   void restart(std::unique_lock<std::mutex>& lock);
   bool open_slot_left() const { return issued_ - released_ < slots_.size(); }
   void advance_past_skipped();
   void require_open() const;
 
   std::shared_ptr<FlashReader> reader_;
-  std::vector<Planned> schedule_;
-  const size_t slot_bytes_;
+  Schedule schedule_;
+  const size_t max_slot_bytes_, nbytes_;
   const bool cyclic_;
   std::shared_ptr<uint8_t> memory_;
   std::vector<Slot> slots_;

@@ -101,9 +101,8 @@ def test_extents_with_ragged_bounds(
 def test_reading_ahead_stops_at_the_last_free_slot(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(16 * i, 16) for i in range(10)]
     one = 16 * STRIDE  # a whole number of pages
-    with open_ahead(reader, extents, slots=4) as ahead:
-        with_pages = -(-slot_bytes(extents) // 4096) * 4096
-        assert ahead.nbytes == 4 * with_pages
+    with ReadAhead(reader, extents, one, 4, True) as ahead:
+        assert ahead.nbytes == 4 * one
         assert settle(ahead) == 4 * one
         views = [ahead.next() for _ in range(3)]
         with pytest.raises(ValueError, match=r"release\(\).*3 of 4"):
@@ -152,6 +151,21 @@ def test_reschedule_goes_on_with_another_schedule_in_the_same_slots(
             with pytest.raises(error):
                 ahead.reschedule(wrong)
         np.testing.assert_array_equal(ahead.next(), records.data[48:64].reshape(-1))
+
+
+def test_a_schedule_of_small_extents_has_more_slots(reader: FlashReader, records: RecordFile) -> None:
+    large, small = extent_of(0, 64), [extent_of(16 * i, 16) for i in range(10)]
+    with ReadAhead(reader, [large], 64 * STRIDE, 2, True) as ahead:
+        before = settle(ahead)
+        ahead.reschedule(small)
+        assert settle(ahead) == before + 8 * 16 * STRIDE
+        views = [ahead.next() for _ in range(7)]
+        with pytest.raises(ValueError, match=r"release\(\).*7 of 8"):
+            ahead.next()
+        for index, view in enumerate(views):
+            np.testing.assert_array_equal(view, records.bytes_at(small[index].offset, 16 * STRIDE))
+        ahead.reschedule([large])
+        np.testing.assert_array_equal(ahead.next(), records.bytes_at(large.offset, large.nbytes))
 
 
 def test_rewind(reader: FlashReader, records: RecordFile) -> None:
@@ -220,7 +234,11 @@ def test_only_errors_behind_a_held_extent_fill_the_ring(tmp_path: Path) -> None:
     extents = [extent_of(16 * i, 16) for i in range(4)]
     for index in (1, 2, 3):
         flip_byte(records.checked.path, extents[index].offset)
-    with FlashReader([records.checked], threads=1) as reader, open_ahead(reader, extents, 3) as ahead:
+    one = 16 * STRIDE
+    with (
+        FlashReader([records.checked], threads=1) as reader,
+        ReadAhead(reader, extents, one, 3, True) as ahead,
+    ):
         ahead.next()
         for _ in range(2):
             with pytest.raises(FlashReadError):
@@ -329,7 +347,7 @@ def test_a_read_ahead_dropped_without_close(records: RecordFile) -> None:
 
 def test_reads_land_in_memory_that_is_lent(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(first, 500) for first in (0, 500, 1000)]
-    slot = -(-slot_bytes(extents) // 4096) * 4096
+    slot = max(-(-(it.offset % 4096 + it.nbytes) // 4096) * 4096 for it in extents)
     room = np.zeros(3 * slot + 4096, dtype=np.uint8)
     start = -room.ctypes.data % 4096
     memory = room[start : start + 3 * slot]

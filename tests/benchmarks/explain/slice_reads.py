@@ -21,7 +21,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.units import PAGE_BYTES
 from tests.benchmarks.lib.measure import machine
 
-SLOTS = (8, 12, 16)
+SLOTS = (8, 12, 16, 24, 32)
 
 
 def extents(bundle: Bundle, whole: bool) -> list[Extent]:
