@@ -5,8 +5,8 @@ them; a layer's segments are a prefix of its neurons. After them, a layer of sli
 alone: of such slices a pass reads the low planes. Every pass reads all other neurons from flash, in stored
 order and ahead of use. The memory plan decides the number of segments; the pool owns them.
 
-Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory from
-the operating system.
+Passes fill the segments with neurons that they read anyway. A thread of the pool gets the memory for them
+from the operating system, and they wait for it.
 """
 
 from __future__ import annotations
@@ -326,8 +326,9 @@ class SegmentPool(NeuronSource):
             return None
         nbytes = self._segment_bytes[index] if segment < quota.segments else layer.high_bytes
         empty = self._empty[nbytes]
-        if not empty or not empty[0].done():
+        if not empty:
             return None
+        # Memory comes sooner than the next pass could read the neurons again.
         future = empty.popleft()
         if future.exception() is not None:
             # The system has no memory to spare now: this pass continues from flash.

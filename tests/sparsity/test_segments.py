@@ -258,28 +258,35 @@ def test_a_layer_that_a_pass_comes_to_again_gives_no_neuron_twice(bundle: Path) 
         assert counts == [(0, PER_LAYER), (1, PER_LAYER - 1)]
 
 
-def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, allocate = threading.Event(), _native.allocate
-
-    def held_back(nbytes: int, populated: bool = False) -> Bytes:
-        if populated:
-            memory.wait(60.0)
-        return allocate(nbytes, populated)
-
+def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         shape = segment_shape(model.config, Bundle.open(bundle).quant)
         expected = logits(model)
-        monkeypatch.setattr(_native, "allocate", held_back)
         for kept in (0, 1, 3):
             pool.resize([4, 4, 4])
-            assert logits(model) == expected
+            pool.begin_pass(ForwardBatch(TOKENS))
             assert pool.nbytes == SEGMENTS_AHEAD * (shape.high_bytes[0] or shape.nbytes)
-            memory.set()
             pool.resize([kept, 0, 0])
             assert pool.nbytes == kept * (shape.high_bytes[0] or shape.nbytes)
             assert_settles(model, pool, [kept, 0, 0], expected)
             pool.resize([0, 0, 0])
-            memory.clear()
+
+
+def test_a_pass_fills_its_segments_however_slowly_memory_comes(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = _native.allocate
+
+    def slowly(nbytes: int, populated: bool = False) -> Bytes:
+        time.sleep(0.01 * populated)
+        return allocate(nbytes, populated)
+
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model, passes=1)
+        monkeypatch.setattr(_native, "allocate", slowly)
+        pool.resize(everything(model))
+        assert logits(model, passes=1) == expected
+        assert [len(layer.segments) for layer in slices_of(model)] == [PER_LAYER] * LAYERS
 
 
 def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None:
