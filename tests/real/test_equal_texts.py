@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "a token a chunk, buffered reads": {"prefill_chunk": 1, "io": "buffered"},
     "direct reads, and what auto drafts": {"io": "direct", "speculation": "auto"},
 }
+DRAWN_RUNS = 10
+"""Runs of a test whose options are drawn by chance."""
 LARGER = ("gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
 Texts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -120,3 +123,31 @@ def test_the_budget_changes_while_a_text_is_made(bundle: Path, expected: Texts) 
                     model.set_dram_budget(largest if model.plan.offloads_weights else smallest)
             assert tuple(tokens[:-1]) == wanted
             assert offloaded == {False, True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_options_drawn_by_chance(bundle: Path, expected: Texts, seed: int) -> None:
+    """Budgets change while a text is made, in both directions; with four models, 200 runs."""
+    draw, offloads = random.Random(seed), 0
+    for number in range(DRAWN_RUNS):
+        options: dict[str, Any] = {
+            "threads": draw.choice((1, 2, 3)),
+            "prefill_chunk": draw.choice((1, 3, 16, 64)),
+            "speculation": draw.choice(("off", "auto", *DRAFTERS)),
+            "io": draw.choice(("auto", "direct", "buffered")),
+            "max_context": draw.choice((128, 512, 1024)),
+        }
+        budgets = [budget_between(bundle, 4 * draw.random() ** 2, **options) for _ in range(3)]
+        told = f"run {number}: {options}, budgets {budgets}"
+        with load(bundle, dram_budget=budgets[0], **options) as model:
+            assert texts(model) == expected, told
+            offloads += model.plan.offloads_weights
+            tokens = []
+            for event in model.stream(PROMPT, max_tokens=GREEDY_TOKENS):
+                tokens.append(event.token)
+                if budgets[1:] and draw.random() < 0.2:
+                    # What a text has brought into the process counts as well.
+                    model.set_dram_budget(max(budgets.pop(), model.replanned.minimum_budget_bytes))
+            assert tuple(tokens[:-1]) == expected[0], told
+    assert offloads >= DRAWN_RUNS // 2

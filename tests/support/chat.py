@@ -32,14 +32,14 @@ def greedy(model: Model, count: int = 24, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
-def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
+def budget_between(bundle: Path, quarters: float, **options: Any) -> int:
     """A budget from the smallest (0) to everything resident (4), by what this process holds right now.
 
     It may hold a little more once the model is loaded, which everything resident has no room for.
     """
     plan = ondevice.inspect(bundle, **options)
-    budget = plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
-    return budget + GROWN_BYTES * (quarters // 4)
+    budget = plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters / 4
+    return int(budget + GROWN_BYTES * (quarters // 4))
 
 
 def squeeze(model: Model, segments: int = 0) -> None:
