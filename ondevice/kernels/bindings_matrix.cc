@@ -72,7 +72,7 @@ void look_up(const Matrix& matrix, Runner& runner, const CArray<const int32_t, 1
           "out is (n, padded_cols)");
   for (int64_t i = 0; i < count; ++i)
     require(rows.data()[i] >= 0 && rows.data()[i] < matrix.rows(), "rows are outside the matrix");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   for (int64_t i = 0; i < count; ++i) matrix.look_up(runner.kernels(), rows.data()[i], out.data() + i * cols);
 }
 
@@ -89,7 +89,7 @@ void dequantize_lanes(Runner& runner, const FormatArg& stored, const Bytes2& til
       "out is (n, padded_cols)");
   for (int64_t i = 0; i < count; ++i)
     require(lanes.data()[i] >= 0 && lanes.data()[i] < kTile, "lanes are from 0 to 15");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   for (int64_t i = 0; i < count; ++i)
     dequantize_lane(runner.kernels(), format, tiles.data() + i * tiles.stride(0), lanes.data()[i], groups,
                     out.data() + i * groups * kGroup);
@@ -135,7 +135,7 @@ void bind_quantisation(nb::module_& m) {
             "rows are [codes | scales | biases]");
     require(out.shape(0) == rows.shape(0) && static_cast<int64_t>(out.shape(1)) == groups * kGroup,
             "out is (R, padded_cols)");
-    nb::gil_scoped_release release;
+    const NativeCall call(runner);
     for (size_t r = 0; r < rows.shape(0); ++r) {
       const uint8_t* row = rows.data() + r * rows.shape(1);
       float* to = out.data() + r * out.shape(1);
@@ -221,7 +221,7 @@ void bind_matrix(nb::module_& m) {
             require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
             const Norm norms = norm_of(norm, matrix.cols());
             const float* base = added_to(out, added);
-            nb::gil_scoped_release release;
+            const NativeCall call(runner);
             matrix.forward(runner, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
                            norms, base);
           },
@@ -237,7 +237,7 @@ void bind_matrix(nb::module_& m) {
         require(static_cast<int64_t>(out.shape(0)) == tokens &&
                     static_cast<int64_t>(out.shape(1)) == matrix.rows(),
                 "out is (T, rows)");
-        nb::gil_scoped_release release;
+        const NativeCall call(runner);
         matrix.forward_heads(runner, x.data(), heads, tokens, out.data());
       });
   bind_quantisation(m);

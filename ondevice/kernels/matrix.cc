@@ -109,6 +109,11 @@ Matrix::Matrix(const std::vector<Section>& sections, int64_t cols)
   }
 }
 
+Timed Matrix::time(Runner& runner, int64_t tokens) const {
+  StepTimes* times = runner.times();
+  return {times, times ? times->products : Step::kProducts, tokens * rows_ * cols_, nbytes()};
+}
+
 void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source) {
   if (format().bits != 16) {
     interleave_rows(runner.pool(), format(), groups_, row0, count, source, memory_.data(), tile_bytes(0));
@@ -142,6 +147,7 @@ void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_
   const KernelTable& kernels = runner.kernels();
   const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format(), {});
   const int64_t head_tiles = rows_ / heads / kTile;
+  const Timed timed = time(runner, tokens);
   runner.pool().parallel_for(rows_ / kTile, grain_of(format()), [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end;) {
       const int64_t head = at / head_tiles, next = (head + 1) * head_tiles, stop = next < end ? next : end;
@@ -159,6 +165,7 @@ void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_
 
 void Matrix::multiply_all(Runner& runner, const InputRows* inputs, const float* bias, float* out,
                           const float* added) const {
+  const Timed timed = time(runner, inputs[0].tokens);
   const KernelTable& kernels = runner.kernels();
   int64_t tiles = 0;
   for (const Section& section : sections_) tiles += section.tiles();

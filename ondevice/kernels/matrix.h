@@ -67,6 +67,8 @@ class Matrix {
     int64_t row, offset;  // of the section's first row, and of its first byte
     size_t inputs;        // which of the inputs it multiplies
   };
+  // The step of multiplying `tokens` tokens.
+  Timed time(Runner& runner, int64_t tokens) const;
   // inputs: those that Place::inputs counts.
   void multiply_all(Runner& runner, const InputRows* inputs, const float* bias, float* out,
                     const float* added) const;
