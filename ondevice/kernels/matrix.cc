@@ -1,5 +1,6 @@
 #include "matrix.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "interleave.h"
@@ -141,6 +142,28 @@ void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t t
   for (size_t i = 0; i < inputs_.size(); ++i)
     inputs[i] = runner.prepare(x, x_stride, tokens, cols_, inputs_[i], norm, i);
   multiply_all(runner, inputs, bias, out, added);
+}
+
+void Matrix::forward_stacked(Runner& runner, const std::vector<const Matrix*>& matrices, const float* x,
+                             int64_t x_stride, int64_t tokens, float* out, int64_t out_stride,
+                             const Norm& norm) {
+  const Matrix &first = *matrices.front(), &last = *matrices.back();
+  const InputRows inputs = runner.prepare(x, x_stride, tokens, first.cols_, first.format(), norm);
+  const int64_t unit = first.sections_[0].tiles(), before = static_cast<int64_t>(matrices.size()) - 1;
+  const StepTimes* times = runner.times();
+  const Timed timed(runner.times(), times ? times->products : Step::kProducts,
+                    tokens * (before * first.rows_ + last.rows_) * first.cols_,
+                    before * first.nbytes() + last.nbytes());
+  const int64_t tiles = before * unit + last.sections_[0].tiles();
+  runner.pool().parallel_for(tiles, grain_of(first.format()), [&](int64_t begin, int64_t end, int) {
+    while (begin < end) {
+      const int64_t index = begin / unit, at = index * unit, stop = std::min(end, at + unit);
+      const Matrix& matrix = *matrices[static_cast<size_t>(index)];
+      multiply_tiles(runner.kernels(), matrix.sections_[0], matrix.memory_.data(), inputs, nullptr, nullptr,
+                     out + at * kTile, out_stride, begin - at, stop - at);
+      begin = stop;
+    }
+  });
 }
 
 void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const {

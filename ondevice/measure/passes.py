@@ -177,12 +177,14 @@ def _generated(
     engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, read: Callable[[], _Reading]
 ) -> tuple[SplitPass, SplitPass]:
     """The pass of a prompt, with its first token, and those of the tokens after it."""
-    readings = [read()]
+    readings, count = [read()], 0
     for event in engine.generate(None, prompt, sampling, never_cancelled):
-        if event.token is not None:
+        count += event.token is not None
+        # Reading takes time, which is no pass's.
+        if event.token is not None and count in (1, sampling.max_tokens):
             readings.append(read())
-    begin, first, *_, last = readings
-    later = len(readings) - 2
+    begin, first, last = readings
+    later = count - 1
     of_prompt = begin.split(first, "prompt", len(prompt), 0, 1)
     return of_prompt, first.split(last, "token", 1, len(prompt) + later // 2, later)
 
@@ -218,7 +220,10 @@ def _clock(engine: Engine) -> Iterator[Callable[[], _Reading]]:
             runner.name_products("other_products")
 
     def read() -> _Reading:
-        return _Reading(time.perf_counter(), engine.counters().waited_seconds, runner.step_times())
+        waited_seconds = engine.counters().waited_seconds
+        # With nothing in between, both clocks have the same moment.
+        steps = runner.step_times()
+        return _Reading(time.perf_counter(), waited_seconds, steps)
 
     runner.time_steps(True)
     setattr(backend, "linear", named)  # noqa: B010
