@@ -157,6 +157,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "prompt_tokens": int,
     "runs": int,
     "ablation": bool,
+    "parts": bool,
     "prompts": int,
     "chat": bool,
     "tokens": int,

@@ -208,17 +208,17 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return out
 
     def _head_logits(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
-        """`linear` of the output head, unit by unit."""
+        """`linear` of the output head."""
         out, first = self._buffer("linear", (len(x), head.rows)), 0
-        for unit in head.units:
-            logits = out[:, first : first + unit.rows]
-            if len(x) == 1:
-                unit.matrix.forward(self.runner, x, unit.bias, logits, norm)
-            else:
-                rows = self._buffer("head", (len(x), unit.rows))
-                unit.matrix.forward(self.runner, x, unit.bias, rows, norm)
-                logits[:] = rows
-            first += unit.rows
+        # Units that don't stay in memory share it.
+        together = [head.units] if head.is_held else [(unit,) for unit in head.units]
+        for units in together:
+            matrices = [unit.matrix for unit in units]
+            _native.forward_stacked(self.runner, matrices, x, out, first, norm)
+            for unit in units:
+                if unit.bias is not None:
+                    out[:, first : first + unit.rows] += unit.bias
+                first += unit.rows
         return out
 
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from ondevice.backends.base import Float32, Int32
 from ondevice.bundle.matrix_layout import TiledMatrix
 from ondevice.bundle.matrix_units import draft_head_units
@@ -30,8 +28,7 @@ class CpuLinear:
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
         """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). Returns True."""
-        self.matrix.look_up(runner, tokens, out)
-        return True
+        return _native.look_up(runner, [self.matrix], self.matrix.rows, tokens, out)
 
 
 class TilePlace(NamedTuple):
@@ -75,6 +72,7 @@ class StreamedLinear:
     def __init__(self, unit: int, stored: Sequence[FlashMatrix], bias: Float32 | None) -> None:
         self.unit = unit
         self.stored = tuple(stored)
+        self.rows = sum(it.matrix.rows for it in stored)
         self.bias = bias
         self.held: _native.Matrix | None = None
         self.source: MatrixSource = NoMatrixSource()
@@ -84,10 +82,6 @@ class StreamedLinear:
         """Rows and format of each section, and columns: matrices of one kind share memory."""
         sections = tuple((it.matrix.rows, it.matrix.row.stored) for it in self.stored)
         return sections, self.stored[0].matrix.row.cols
-
-    @property
-    def rows(self) -> int:
-        return sum(it.matrix.rows for it in self.stored)
 
     @property
     def nbytes(self) -> int:
@@ -120,14 +114,5 @@ class StreamedHead:
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
         """Write the rows of token ids (T,), dequantised, to out (T, padded_cols); False if not held."""
-        numbers = tokens // self.units[0].rows
-        needed = sorted(set(numbers.tolist()))
-        if any(self.units[number].held is None for number in needed):
-            return False
-        for number in needed:
-            chosen = np.flatnonzero(numbers == number)
-            values = np.empty((len(chosen), out.shape[1]), dtype=np.float32)
-            ids = tokens[chosen] - number * self.units[0].rows
-            self.units[number].matrix.look_up(runner, ids.astype(np.int32), values)
-            out[chosen] = values
-        return True
+        held = [unit.held for unit in self.units]
+        return _native.look_up(runner, held, self.units[0].rows, tokens, out)

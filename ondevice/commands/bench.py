@@ -36,11 +36,12 @@ from ondevice.settings import (
 
 BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
 ABLATION_MAX_TOKENS = 16
+PARTS_PROMPT_TOKENS = 256
 EVERY_DRAFTER = "all"
 _RUNTIME = {name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "speculation"}
 _SAMPLING = {name: entry for name, entry in SAMPLING_OPTIONS.items() if name != "max_tokens"}
 _ONLY_COMPARED = ("text", "chat", "prompts", "output", *_SAMPLING)
-_NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
+_NEVER_COMPARED = ("ablation", "parts", "runs", "prompt_tokens")
 """Parameters of `bench` that `--speculation all` doesn't take; those above, only it takes."""
 
 
@@ -50,7 +51,7 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
     "--prompt-tokens",
     type=click.IntRange(1, MAX_CONTEXT),
     default=BENCH_PROMPT_TOKENS,
-    help="Length of the prompt.",
+    help=f"Length of the prompt; with --parts, {PARTS_PROMPT_TOKENS} if not given.",
 )
 @option(
     "--max-tokens",
@@ -63,6 +64,11 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
     "--ablation",
     is_flag=True,
     help='Take the ideas of "LLM in a flash" one by one: a row each of where time and bytes go, run once.',
+)
+@option(
+    "--parts",
+    is_flag=True,
+    help="Split a prompt's, a token's and a draft's pass: what takes how long, beside this machine's peaks.",
 )
 @option(
     "--speculation",
@@ -97,6 +103,7 @@ _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
     "-o",
     type=click.Path(path_type=Path),
     help=f"With --speculation {EVERY_DRAFTER}: a new folder for speculation.png and speculation.json.",
+    rare=True,
 )
 @add_options(_RUNTIME, _SAMPLING)
 @hosts_option()
@@ -110,6 +117,7 @@ def bench(
     max_tokens: int,
     runs: int,
     ablation: bool,
+    parts: bool,
     speculation: str,
     text: tuple[str, ...],
     chat: bool,
@@ -123,6 +131,10 @@ def bench(
     With --ablation, one configuration after the other: everything read from flash for every token, only the
     neurons, only those that are selected, with a cache, in one read each, and overlapped with computing. The
     first tokens behind the prompt warm up and aren't counted. Give a --dram-budget smaller than the model.
+
+    With --parts, products by matrix, attention, packing of activations, norms, Python and waits for flash:
+    milliseconds, multiplications and bytes per second of each. Passes have no drafts. The pass that drafts
+    with the weights in memory is split too, where the budget has one.
 
     With --speculation all, every drafter that the model can have on every kind of text, beside plain decoding
     in the same run: tokens per pass, draft tokens and their acceptance by depth, time per pass, reads,
@@ -138,6 +150,9 @@ def bench(
         compare(model, tasks, sampling, output, as_json, values)
         return
     values["speculation"] = speculation
+    if parts:
+        run_parts(context, model, as_json, values)
+        return
     if ablation:
         require_alone(values, "--ablation")
         if context.get_parameter_source("runs") is ParameterSource.COMMANDLINE:
@@ -184,6 +199,30 @@ def run_ablation(
             on_progress=show,
         )
     print_result(as_json, result.to_dict(), ablation_table(result))
+
+
+def run_parts(context: click.Context, model: str | None, as_json: bool, values: dict[str, Any]) -> None:
+    """Measure and print the table of `bench --parts`."""
+    from ondevice.commands.bench_reports import parts_table
+    from ondevice.measure.passes import split_passes
+
+    require_alone(values, "--parts")
+    given = context.params
+    if given["ablation"]:
+        raise UsageError("--parts and --ablation are two benchmarks; give one of them")
+    is_default = context.get_parameter_source("prompt_tokens") is ParameterSource.DEFAULT
+    runtime = runtime_config(values)
+    take_interrupts()
+    with progress() as show:
+        result = split_passes(
+            model,
+            runtime,
+            prompt_tokens=PARTS_PROMPT_TOKENS if is_default else given["prompt_tokens"],
+            max_tokens=given["max_tokens"],
+            runs=given["runs"],
+            on_progress=show,
+        )
+    print_result(as_json, result.to_dict(), parts_table(result))
 
 
 def compare(

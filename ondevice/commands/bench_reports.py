@@ -1,4 +1,7 @@
-"""Tables of `bench` and `profile` for people: ablations, drafter comparisons, profiles. Prints nothing."""
+"""Tables of `bench` and `profile` for people: ablations, parts of passes, drafter comparisons, profiles.
+
+Prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from statistics import mean, median
 from ondevice.commands.reports import percent, short
 from ondevice.measure.ablation import BEFORE, Ablation
 from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison, DrafterRow
+from ondevice.measure.passes import SplitPass, SplitPasses
 from ondevice.measure.profiling import Profile
 from ondevice.stats import DraftStats, per_second
 from ondevice.units import format_bytes
@@ -54,6 +58,50 @@ def _columns(name: str, cells: Iterable[str]) -> str:
 
 def _gigabytes(rate: float | None) -> str:
     return "-" if rate is None else f"{rate / 1e9:.2f}"
+
+
+PARTS = {
+    "qkv": "q, k, v",
+    "output": "attention's output",
+    "gate_up": "gate, up",
+    "down": "down",
+    "head": "head",
+    "other_products": "other products",
+    "attention": "attention",
+    "recurrence": "recurrence",
+    "packing": "packing, input norms",
+    "rest": "other norms and rest",
+    "python": "Python",
+    "flash": "waiting for flash",
+}
+"""Parts of a pass in the order of the table, as they are called there."""
+
+
+def parts_table(result: SplitPasses) -> str:
+    """`bench --parts` for people: each pass's parts, and the machine's peaks."""
+    lines = [f"{result.model}: a budget of {format_bytes(result.budget_bytes)}, {result.threads} threads"]
+    for split in result.passes:
+        lines += ["", *_parts(split)]
+    thread, threads, memory = map(_giga, result.peaks.values())
+    most = f"{thread} GMAC/s on one thread and {threads} on {result.threads}, from caches"
+    return "\n".join([*lines, "", f"at most: {most}; {memory} GB/s of weights from memory"])
+
+
+def _parts(split: SplitPass) -> list[str]:
+    """A pass's lines: its own, and one for each part that takes time."""
+    where = f", {split.tokens} tokens" if split.name == "prompt" else f" behind {split.position}"
+    lines = [_columns(split.name + where, ["ms", "", "GMAC/s", "GB/s"])]
+    for key, title in PARTS.items():
+        part = split.parts[key]
+        if part.seconds > 0.0:
+            rates = (per_second(count, part.seconds) for count in (part.macs, part.nbytes))
+            cells = [f"{part.seconds * 1e3:.3f}", percent(part.seconds / split.seconds)]
+            lines.append(_columns(title, [*cells, *(_giga(rate) if rate else "" for rate in rates)]))
+    return [*lines, _columns("all", [f"{split.seconds * 1e3:.3f}"])]
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:.1f}"
 
 
 ABLATION_COLUMNS = (

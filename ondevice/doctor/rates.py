@@ -20,6 +20,8 @@ MATRICES, ROWS, COLUMNS, BITS = 12, 4096, 4096, 4
 MEMORY_SHARE = 4
 """Divisor of the free memory that gives what the matrices may take, where that is less."""
 ROUNDS = 8
+CACHED_ROWS, CACHED_COLUMNS, CACHED_TOKENS, CACHED_ROUNDS = 64, 256, 16, 10_000
+"""A matrix and its tokens that fit into 32 KB, and products with them in one measurement, 20 to 60 ms."""
 QUICK_PART = 10
 """Divisor of all products that gives how many count as undisturbed."""
 
@@ -84,6 +86,18 @@ def multiply_rate(threads: int) -> float:
         matrix.forward(runner, x, None, out)
         seconds.append(time.perf_counter() - begun)
     return nbytes / sorted(seconds)[len(seconds) // QUICK_PART]
+
+
+def product_rate(threads: int) -> float:
+    """Products of two numbers per second that the kernels compute on `threads` threads, from caches.
+
+    The quickest of ROUNDS rounds counts.
+    """
+    from ondevice.kernels import _native
+
+    runner, count = _native.Runner(threads), CACHED_ROWS * CACHED_COLUMNS * CACHED_TOKENS * CACHED_ROUNDS
+    sizes = (CACHED_ROWS, CACHED_COLUMNS, CACHED_TOKENS, CACHED_ROUNDS)
+    return threads * count / min(_native.seconds_in_cache(runner, *sizes) for _ in range(ROUNDS))
 
 
 def _flash_costs(folder: Path, files: Sequence[CheckedFile]) -> CostModel:

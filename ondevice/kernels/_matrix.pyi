@@ -22,9 +22,6 @@ class Matrix:
         Biases that the format doesn't store aren't looked at.
         """
 
-    def look_up(self, runner: Runner, rows: Int32, out: Float32) -> None:
-        """Values of the rows (n,) of a matrix of one section. out: (n, padded_cols)."""
-
     def load_tiles(self, section: int, first: int, tiles: Bytes) -> None:
         """Tiles (n, bytes of 16 rows) of a section, from its tile `first` on. They may lie apart."""
 
@@ -41,6 +38,20 @@ class Matrix:
 
     def forward_heads(self, runner: Runner, x: Float32, out: Float32) -> None:
         """out (T, rows), each head's own: x (heads, T, cols) meets equal parts of the rows, of 16 n rows."""
+
+def look_up(runner: Runner, matrices: Sequence[Matrix | None], unit: int, rows: Int32, out: Float32) -> bool:
+    """Values of the rows (n,) of matrices of one section, `unit` rows from one to the next.
+
+    Returns False, and leaves out (n, padded_cols) as it is, if a matrix that has one of them is None.
+    """
+
+def forward_stacked(
+    runner: Runner, matrices: Sequence[Matrix], x: Float32, out: Float32, column: int, norm: Norm | None
+) -> None:
+    """norm(x) W^T for the rows of all matrices, one after the other, to out (T, V) from `column` on.
+
+    Each has one section, all one format and equally many rows, 16 n; the last may have fewer.
+    """
 
 def dequantize_lanes(
     runner: Runner, stored: Format, tiles: Bytes, lanes: Int32, cols: int, out: Float32

@@ -21,6 +21,10 @@ from ondevice.kernels._mamba2 import mamba2_ahead as mamba2_ahead
 from ondevice.kernels._mamba2 import replay_mamba2 as replay_mamba2
 from ondevice.kernels._matrix import Matrix as Matrix
 from ondevice.kernels._matrix import dequantize_lanes as dequantize_lanes
+from ondevice.kernels._matrix import forward_stacked as forward_stacked
+from ondevice.kernels._matrix import look_up as look_up
+from ondevice.kernels._runner import Runner as Runner
+from ondevice.kernels._runner import seconds_in_cache as seconds_in_cache
 from ondevice.kernels._tokenizer import BytePairs as BytePairs
 
 Bytes = NDArray[np.uint8]
@@ -52,15 +56,6 @@ def allocate(nbytes: int, populated: bool = False) -> Bytes:
 
     populated: whether its pages are made now where it is smaller than POPULATED_BYTES.
     """
-
-class Runner:
-    """What runs kernels: threads, the kernels of one instruction set, and their scratch memory."""
-
-    def __init__(self, threads: int, target: str = "auto") -> None: ...
-    @property
-    def target(self) -> str: ...
-    def trim(self) -> None:
-        """Free the scratch memory; later calls allocate what they need."""
 
 # Matrices
 

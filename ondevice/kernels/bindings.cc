@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -11,6 +12,23 @@
 namespace ondevice {
 namespace {
 
+// Seconds of `rounds` products of a 4-bit matrix with tokens on every thread, from the caches of its core.
+double seconds_in_cache(Runner& runner, int64_t rows, int64_t cols, int64_t tokens, int64_t rounds) {
+  const RowFormat format(4);
+  const std::vector<float> x(static_cast<size_t>(tokens * cols), 1.0f);
+  const InputRows inputs = runner.prepare(x.data(), cols, tokens, cols, format);
+  const int64_t tiles = (rows + kTile - 1) / kTile, threads = runner.pool().threads();
+  MappedBuffer weights(static_cast<size_t>(tiles * kTile * format.row_bytes(groups_of(cols))));
+  std::vector<float> out(static_cast<size_t>(threads * tokens * rows));
+  const auto begun = std::chrono::steady_clock::now();
+  runner.pool().parallel_for(threads, 1, [&](int64_t part, int64_t, int) {
+    for (int64_t round = 0; round < rounds; ++round)
+      runner.kernels().linear_quantized(format, weights.data(), inputs.quantized, tokens, nullptr, nullptr,
+                                        out.data() + part * tokens * rows, rows, rows, 0, tiles);
+  });
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
 void bind_vector_ops(nb::module_& m) {
   m.def(
       "norm",
@@ -19,7 +37,7 @@ void bind_vector_ops(nb::module_& m) {
         require(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "x and out are (T, n)");
         const Norm of = norm_of(norm, n);
         require(of.weight != nullptr, "a norm has a weight");
-        nb::gil_scoped_release release;
+        const NativeCall call(runner);
         runner.pool().parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
           for (int64_t t = begin; t < end; ++t)
             runner.kernels().norm(x.data() + t * n, of, n, out.data() + t * n);
@@ -33,14 +51,14 @@ void bind_vector_ops(nb::module_& m) {
         require(y.shape(0) == x.shape(0) && y.shape(1) == x.shape(1), "x and y are (T, n)");
         const Norm of = norm_of(norm, n);
         require(of.weight != nullptr, "a norm has a weight");
-        nb::gil_scoped_release release;
+        const NativeCall call(runner);
         runner.add_normed(x.data(), y.data(), tokens, n, of);
       },
       nb::arg("runner"), nb::arg("x"), nb::arg("y"), nb::arg("norm"));
   m.def("soft_cap", [](Runner& runner, const CArray<float, 2>& x, float cap) {
     require(cap > 0.0f, "cap must be positive");
     const int64_t rows = x.shape(0), n = x.shape(1);
-    nb::gil_scoped_release release;
+    const NativeCall call(runner);
     for (int64_t t = 0; t < rows; ++t)
       runner.pool().parallel_for((n + 15) / 16, 256, [&](int64_t begin, int64_t end, int) {
         const int64_t last = 16 * end < n ? 16 * end : n;
@@ -78,6 +96,14 @@ void bind_vector_ops(nb::module_& m) {
                                   static_cast<int64_t>(gate.shape(0)));
       },
       nb::arg("runner"), nb::arg("form"), nb::arg("gate"), nb::arg("up").none(), nb::arg("out"));
+  m.def(
+      "seconds_in_cache",
+      [](Runner& runner, int64_t rows, int64_t cols, int64_t tokens, int64_t rounds) {
+        require(rows > 0 && cols > 0 && tokens > 0 && rounds > 0, "sizes must be positive");
+        const NativeCall call(runner);
+        return seconds_in_cache(runner, rows, cols, tokens, rounds);
+      },
+      nb::arg("runner"), nb::arg("rows"), nb::arg("cols"), nb::arg("tokens"), nb::arg("rounds"));
 }
 
 }  // namespace
@@ -105,7 +131,21 @@ NB_MODULE(_native, m) {
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
       .def_prop_ro("target", &Runner::target)
-      .def("trim", &Runner::trim);
+      .def("trim", &Runner::trim)
+      .def("time_steps", &Runner::time_steps, nb::arg("counts"))
+      .def("step_times",
+           [](Runner& runner) {
+             require(runner.times() != nullptr, "the runner doesn't count the time of steps");
+             std::vector<std::tuple<std::string, double, int64_t, int64_t>> times;
+             for (const StepTimes::Total& it : runner.times()->totals())
+               times.emplace_back(kStepNames[times.size()], it.seconds, it.macs, it.bytes);
+             return times;
+           })
+      .def("name_products", [](Runner& runner, const std::string& name) {
+        const auto found = std::find(kStepNames.begin(), kStepNames.end(), name);
+        require(found != kStepNames.end(), "no step has this name");
+        runner.name_products(static_cast<Step>(found - kStepNames.begin()));
+      });
   nb::module_ testing = m.def_submodule("testing", "For tests only.");
   bind_vector_ops(m);
   bind_attention(m);

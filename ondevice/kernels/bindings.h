@@ -85,6 +85,16 @@ inline void check_columns(const RowFormat& format, int64_t cols) {
           "with two levels of scales, columns are a multiple of 256");
 }
 
+// Runs C++ without Python's lock until the end of the scope, as a step of the runner's time.
+class NativeCall {
+ public:
+  explicit NativeCall(Runner& runner, Step step = Step::kRest) : timed_(runner.times(), step) {}
+
+ private:
+  nb::gil_scoped_release release_;
+  Timed timed_;
+};
+
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // (T, cols), contiguous columns
 using Weight = std::optional<CArray<const float, 1>>;
 using Added = std::optional<CArray<const float, 2>>;  // has the shape of what it is added to

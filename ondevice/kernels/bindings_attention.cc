@@ -115,7 +115,7 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
                            out.data(),
                            tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr},
                            sinks ? sinks->data() : nullptr};
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   runner.attend(qkv.data(), transform, args, tokens);
 }
 

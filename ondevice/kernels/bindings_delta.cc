@@ -74,7 +74,7 @@ void short_conv(Runner& runner, const CArray<float, 2>& projected, const CArray<
   require(state.data() != next_state.data(), "the next state takes other memory");
   args.next_tail = next_state.data();
   const int64_t tokens = size(projected.shape(0));
-  nb::gil_scoped_release release;
+  const NativeCall call(runner, Step::kRecurrence);
   run_conv(runner, args, tokens);
 }
 
@@ -92,7 +92,7 @@ void short_conv_ahead(Runner& runner, const CArray<float, 2>& inputs, const CArr
   require(size(parents.shape(0)) == tokens, "parents are (T,)");
   for (int64_t t = 0; t < tokens; ++t)
     require(args.parents[t] >= -1 && args.parents[t] < t, "a parent comes before its child");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner, Step::kRecurrence);
   run_conv(runner, args, tokens);
 }
 
@@ -109,7 +109,7 @@ void bind_delta(nb::module_& m) {
       [](Runner& runner, const CArray<const float, 2>& gates, const CArray<float, 2>& x) {
         const int64_t rows = x.shape(0), n = x.shape(1);
         require(gates.shape(0) == x.shape(0) && gates.shape(1) == x.shape(1), "gates and x are (T, n)");
-        nb::gil_scoped_release release;
+        const NativeCall call(runner);
         runner.pool().parallel_for(rows, 4, [&](int64_t begin, int64_t end, int) {
           runner.kernels().sigmoid_gate(gates.data() + begin * n, x.data() + begin * n, (end - begin) * n);
         });

@@ -70,7 +70,7 @@ void forward(const Expert& expert, Runner& runner, const Rows& x, uint64_t addre
   require(
       static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == expert.hidden(),
       "out is (T, hidden)");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   expert.forward(runner, reinterpret_cast<const uint8_t*>(address), x.data(), x.stride(0), tokens, gates,
                  out.data());
 }
@@ -140,7 +140,7 @@ void begin(ExpertPass* self, Runner& runner, const FeedForward& layer, const Exp
   const ChosenExperts chosen{ids.data(), weights.data(), tokens, static_cast<int64_t>(ids.shape(1))};
   const GateForm gates = form_of(form);
   MultiplyExpert multiply = multiplier(runner, expert, layer, neurons, gates);
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   new (self) ExpertPass(runner, std::move(multiply), x.data(), x.stride(0), layer.hidden(), chosen, in_order,
                         total.data());
 }
@@ -158,7 +158,7 @@ void begin_slices(SlicePass* self, Runner& runner, const Expert& slice, const Ro
   const Norm norms = norm_of(norm, slice.hidden());
   require(!bias || static_cast<int64_t>(bias->shape(0)) % slice.neurons() == 0,
           "a bias is (slices * neurons of a slice,)");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   const InputRows rows =
       runner.prepare(x.data(), x.stride(0), tokens, slice.hidden(), slice.gate().format, norms);
   new (self) SlicePass(runner, slice, rows, gates, bias ? bias->data() : nullptr,
@@ -208,7 +208,7 @@ void join(const Expert& slice, Runner& runner, const SliceBytes& high, const Sli
           const CArray<uint8_t, 1>& record) {
   require(static_cast<int64_t>(record.shape(0)) >= slice.record_bytes(), "a record has all matrices");
   const uint8_t *of_high = slice_address(high, slice.high_bytes()), *of_low = low_plane(slice, low);
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   slice.join(runner, of_high, of_low, record.data());
 }
 

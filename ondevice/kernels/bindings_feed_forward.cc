@@ -27,7 +27,7 @@ void pack(const FeedForward& layer, Runner& runner, Segment& segment, int64_t bl
   require(count > 0 && block0 >= 0 && block0 + (count + kGroup - 1) / kGroup <= blocks,
           "records are outside the segment");
   segment.lay_out(blocks);
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   layer.pack(runner, segment, block0, records.data(), count);
 }
 
@@ -38,7 +38,7 @@ void forward(const FeedForward& layer, Runner& runner, const Rows& x,
   const GateForm gates = form_of(form);
   const Norm norms = norm_of(norm, layer.hidden());
   const float* base = added_to(out, layer, tokens, added);
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   layer.forward(runner, segments, x.data(), x.stride(0), tokens, gates, out.data(), norms, base);
 }
 
@@ -63,7 +63,7 @@ int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x
   const float* base = added_to(out, layer, tokens, added);
   const ResidentRecords resident{slots.data(), reinterpret_cast<const uint8_t* const*>(addresses.data()),
                                  whole};
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   return layer.forward_selected(runner, {scorer, bias ? bias->data() : nullptr, low_rank}, resident, x.data(),
                                 x.stride(0), tokens, gates, out.data(), norms, base);
 }
@@ -75,7 +75,7 @@ void forward_records(const FeedForward& layer, Runner& runner, const Rows& x, ui
   require(address != 0 && count > 0 && count < (int64_t{1} << 31), "records have an address and a number");
   require(!layer.bias(), "experts have no biases");
   added_to(out, layer, tokens, {});
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   layer.forward_records(runner, reinterpret_cast<const uint8_t*>(address), count, x.data(), x.stride(0),
                         tokens, gates, out.data());
 }
@@ -85,7 +85,7 @@ void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, cons
   const int64_t tokens = rows_of(x, layer.hidden());
   const GateForm gates = form_of(form);
   const Norm norms = norm_of(norm, layer.hidden());
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.format(), norms);
   new (self) FeedForwardPass(runner, layer, rows, gates);
 }

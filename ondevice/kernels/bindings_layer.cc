@@ -91,7 +91,7 @@ void run_layers(Runner& runner, const std::vector<const PlainLayer*>& layers, co
   }
   const LayerRows rows{tokens, position, tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr},
                        projected.data(), attended.data()};
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto& [cos, sin] = ropes[static_cast<size_t>(layers[i]->rope)];
     layers[i]->forward(runner, rows, views[i], cos.data(), sin.data(), x.data());

@@ -64,16 +64,46 @@ void load_tiles(Matrix& matrix, int64_t section, int64_t first, const Bytes2& ti
   matrix.load_tiles(section, first, n, tiles.data(), tiles.stride(0));
 }
 
-void look_up(const Matrix& matrix, Runner& runner, const CArray<const int32_t, 1>& rows,
+using Matrices = std::vector<const Matrix*>;  // rows of the first, then of the second, and so on
+
+bool look_up(Runner& runner, const Matrices& matrices, int64_t unit, const CArray<const int32_t, 1>& rows,
              const CArray<float, 2>& out) {
-  const int64_t count = rows.shape(0), cols = matrix.groups() * kGroup;
-  require(matrix.sections() == 1, "rows are looked up in a matrix of one section");
-  require(static_cast<int64_t>(out.shape(0)) == count && static_cast<int64_t>(out.shape(1)) == cols,
-          "out is (n, padded_cols)");
+  const int64_t count = rows.shape(0), cols = out.shape(1);
+  require(unit > 0 && static_cast<int64_t>(out.shape(0)) == count, "out is (n, padded_cols)");
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = rows.data()[i], index = row / unit;
+    require(row >= 0 && index < static_cast<int64_t>(matrices.size()), "rows are outside the matrices");
+    const Matrix* matrix = matrices[static_cast<size_t>(index)];
+    if (!matrix) return false;
+    require(matrix->sections() == 1 && matrix->groups() * kGroup == cols && row % unit < matrix->rows(),
+            "rows are looked up in matrices of one section, with padded_cols columns");
+  }
+  const NativeCall call(runner);
   for (int64_t i = 0; i < count; ++i)
-    require(rows.data()[i] >= 0 && rows.data()[i] < matrix.rows(), "rows are outside the matrix");
-  nb::gil_scoped_release release;
-  for (int64_t i = 0; i < count; ++i) matrix.look_up(runner.kernels(), rows.data()[i], out.data() + i * cols);
+    matrices[static_cast<size_t>(rows.data()[i] / unit)]->look_up(runner.kernels(), rows.data()[i] % unit,
+                                                                  out.data() + i * cols);
+  return true;
+}
+
+void forward_stacked(Runner& runner, const Matrices& matrices, const Rows& x, const CArray<float, 2>& out,
+                     int64_t column, const NormArg& norm) {
+  require(!matrices.empty(), "there is a matrix");
+  const Matrix& first = *matrices.front();
+  const int64_t tokens = rows_of(x, first.cols()), width = out.shape(1);
+  int64_t end = column;
+  for (const Matrix* matrix : matrices) {
+    const bool is_last = matrix == matrices.back();
+    require(matrix->sections() == 1 && matrix->format() == first.format() && matrix->cols() == first.cols() &&
+                (is_last ? matrix->rows() <= first.rows()
+                         : matrix->rows() == first.rows() && first.rows() % kTile == 0),
+            "matrices have one section of one format, and as many rows, but for the last");
+    end += matrix->rows();
+  }
+  require(static_cast<int64_t>(out.shape(0)) == tokens && column >= 0 && end <= width,
+          "out is (T, rows of all matrices, or more)");
+  const Norm norms = norm_of(norm, first.cols());
+  const NativeCall call(runner);
+  Matrix::forward_stacked(runner, matrices, x.data(), x.stride(0), tokens, out.data() + column, width, norms);
 }
 
 void dequantize_lanes(Runner& runner, const FormatArg& stored, const Bytes2& tiles,
@@ -89,7 +119,7 @@ void dequantize_lanes(Runner& runner, const FormatArg& stored, const Bytes2& til
       "out is (n, padded_cols)");
   for (int64_t i = 0; i < count; ++i)
     require(lanes.data()[i] >= 0 && lanes.data()[i] < kTile, "lanes are from 0 to 15");
-  nb::gil_scoped_release release;
+  const NativeCall call(runner);
   for (int64_t i = 0; i < count; ++i)
     dequantize_lane(runner.kernels(), format, tiles.data() + i * tiles.stride(0), lanes.data()[i], groups,
                     out.data() + i * groups * kGroup);
@@ -135,7 +165,7 @@ void bind_quantisation(nb::module_& m) {
             "rows are [codes | scales | biases]");
     require(out.shape(0) == rows.shape(0) && static_cast<int64_t>(out.shape(1)) == groups * kGroup,
             "out is (R, padded_cols)");
-    nb::gil_scoped_release release;
+    const NativeCall call(runner);
     for (size_t r = 0; r < rows.shape(0); ++r) {
       const uint8_t* row = rows.data() + r * rows.shape(1);
       float* to = out.data() + r * out.shape(1);
@@ -207,7 +237,6 @@ void bind_matrix(nb::module_& m) {
       .def_prop_ro("rows", &Matrix::rows)
       .def("load_rows", &load_rows, nb::arg("runner"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("biases"))
-      .def("look_up", &look_up, nb::arg("runner"), nb::arg("rows"), nb::arg("out"))
       .def("load_tiles", &load_tiles, nb::arg("section"), nb::arg("first"), nb::arg("tiles"))
       .def(
           "forward",
@@ -221,7 +250,7 @@ void bind_matrix(nb::module_& m) {
             require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
             const Norm norms = norm_of(norm, matrix.cols());
             const float* base = added_to(out, added);
-            nb::gil_scoped_release release;
+            const NativeCall call(runner);
             matrix.forward(runner, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
                            norms, base);
           },
@@ -237,9 +266,13 @@ void bind_matrix(nb::module_& m) {
         require(static_cast<int64_t>(out.shape(0)) == tokens &&
                     static_cast<int64_t>(out.shape(1)) == matrix.rows(),
                 "out is (T, rows)");
-        nb::gil_scoped_release release;
+        const NativeCall call(runner);
         matrix.forward_heads(runner, x.data(), heads, tokens, out.data());
       });
+  m.def("look_up", &look_up, nb::arg("runner"), nb::arg("matrices"), nb::arg("unit"), nb::arg("rows"),
+        nb::arg("out"));
+  m.def("forward_stacked", &forward_stacked, nb::arg("runner"), nb::arg("matrices"), nb::arg("x"),
+        nb::arg("out"), nb::arg("column"), nb::arg("norm").none());
   bind_quantisation(m);
   bind_error_feedback(m);
 }

@@ -47,7 +47,7 @@ struct RecurrenceOps {
     set_next_state(args, next_state);
     set_output(args, projected, out);
     Layer::norm(args, weights);
-    nb::gil_scoped_release release;
+    const NativeCall call(runner, Step::kRecurrence);
     Layer::run(runner, args, tokens);
   }
 
@@ -61,7 +61,7 @@ struct RecurrenceOps {
         set_tree(args, parents, tokens, static_cast<int64_t>(projected.shape(0)));
     set_output(args, projected, out);
     Layer::norm(args, weights);
-    nb::gil_scoped_release release;
+    const NativeCall call(runner, Step::kRecurrence);
     Layer::run(runner, args, tokens);
   }
 
@@ -71,7 +71,7 @@ struct RecurrenceOps {
     const int64_t tokens = set_tokens(args, channels, inputs, args.input_floats());
     require(args.stride == args.channels(), "tokens that are replayed are (T, channels)");
     set_next_state(args, next_state);
-    nb::gil_scoped_release release;
+    const NativeCall call(runner, Step::kRecurrence);
     Layer::run(runner, args, tokens);
   }
 

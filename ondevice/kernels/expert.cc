@@ -53,6 +53,11 @@ int64_t RecordMatrix::end() const {
   return bias < 0 ? offset + tiles() * tile_bytes() : bias + tiles() * kTile * int64_t{sizeof(float)};
 }
 
+int64_t RecordMatrix::read_bytes(const RecordBytes& record) const {
+  const bool is_high = !record.tiles && !record.low && low >= 0;
+  return tiles() * (is_high ? high_tile_bytes(format, groups_of(cols)) : tile_bytes());
+}
+
 int64_t Expert::record_bytes() const { return std::max({gate_.end(), up_ ? up_->end() : 0, down_.end()}); }
 
 template <class Visit>
@@ -109,14 +114,26 @@ void Expert::forward(Runner& runner, const uint8_t* record, const float* x, int6
   scratch.gate_up.grow(static_cast<size_t>(runner.pool().threads() * tokens * kProducts) * sizeof(float));
   float *h = scratch.hidden.as<float>(), *products = scratch.gate_up.as<float>();
   const InputRows inputs = runner.prepare(x, x_stride, tokens, hidden(), gate_.format);
+  const Timed up = time_up(runner, record, 1, tokens);
   runner.pool().parallel_for(gate_.tiles(), kUpGrain, [&](int64_t begin, int64_t end, int thread) {
     multiply_up(kernels, record, inputs, form, products + thread * tokens * kProducts, h, h_stride, begin,
                 end);
   });
   const InputRows hidden_rows = runner.prepare(h, h_stride, tokens, neurons(), down_.format);
+  const Timed down = time_down(runner, record, 1, tokens);
   runner.pool().parallel_for(down_.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int) {
     multiply_down(kernels, record, hidden_rows, out, begin, end);
   });
+}
+
+Timed Expert::time_up(Runner& runner, const RecordBytes& record, int64_t count, int64_t tokens) const {
+  const int64_t all = count * (up_ ? 2 : 1);
+  return {runner.times(), Step::kGateUp, all * tokens * neurons() * hidden(), all * gate_.read_bytes(record)};
+}
+
+Timed Expert::time_down(Runner& runner, const RecordBytes& record, int64_t count, int64_t tokens) const {
+  return {runner.times(), Step::kDown, count * tokens * neurons() * hidden(),
+          count * down_.read_bytes(record)};
 }
 
 void Expert::multiply_up(const KernelTable& kernels, const RecordBytes& record, const InputRows& x,

@@ -8,6 +8,8 @@
 
 namespace ondevice {
 
+struct RecordBytes;
+
 // A matrix of a record, `offset` bytes behind the record's start: tiles of 16 rows at 4 to 8 bits, rows at
 // 16. Its rows are padded with zeros to a multiple of 16. bias: where its biases begin, a float for each of
 // these rows; -1 if it has none.
@@ -24,6 +26,8 @@ struct RecordMatrix {
   int64_t tiles() const { return (rows + kTile - 1) / kTile; }
   // Bytes of 16 rows.
   int64_t tile_bytes() const { return kTile * format.row_bytes(groups_of(cols)); }
+  // Bytes of the matrix that products read in a record.
+  int64_t read_bytes(const RecordBytes& record) const;
   // Bytes behind the record's start where matrix and biases end.
   int64_t end() const;
 };
@@ -65,6 +69,10 @@ class Expert {
   // out (tokens, hidden) = down(act(gate(x)) * up(x)), of the expert whose record is at `record`.
   void forward(Runner& runner, const uint8_t* record, const float* x, int64_t x_stride, int64_t tokens,
                const GateForm& form, float* out) const;
+
+  // The steps of multiplying the gates and ups, or the downs, of `count` records with `tokens` tokens.
+  Timed time_up(Runner& runner, const RecordBytes& record, int64_t count, int64_t tokens) const;
+  Timed time_down(Runner& runner, const RecordBytes& record, int64_t count, int64_t tokens) const;
 
   // The two halves of `forward`, for some of their tiles, on the calling thread alone: a caller may divide
   // the tiles of several experts among its threads. What a tile gives doesn't depend on which others are

@@ -137,6 +137,7 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   scratch.scores.grow(static_cast<size_t>(tokens * neurons) * sizeof(float));
   float* scores = scratch.scores.as<float>();
   InputRows rows = runner.prepare(x, x_stride, tokens, hidden_, first.format(), norm);
+  runner.name_products(scorer.low_rank ? Step::kProducts : Step::kGateUp);
   if (scorer.low_rank) {
     const int64_t rank = scorer.low_rank->rows();
     scratch.low_rank.grow(static_cast<size_t>(tokens * rank) * sizeof(float));
@@ -146,6 +147,7 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   } else {
     scorer.matrix.multiply(runner, rows, scorer.bias, scores);
   }
+  runner.name_products(Step::kProducts);
   // Gates of the layer's own format need the same form of x, which is still there.
   if (scorer.low_rank || !(first.format() == format_))
     rows = runner.prepare(x, x_stride, tokens, hidden_, format_, norm);

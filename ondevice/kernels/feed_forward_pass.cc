@@ -46,6 +46,8 @@ void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, i
   scratch_.hidden.grow(static_cast<size_t>(neurons * tokens) * sizeof(float));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * tokens * kTile) * sizeof(float));
   const float* bias = layer_.bias() ? layer_.bias() + added_ : nullptr;
+  const Timed timed_up = time(Step::kGateUp, neurons * (layer_.record().rows() - 1),
+                              neurons * (layer_.record().rows() - 1) * tokens);
   runner_.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
     int64_t i = 0, first = 0;  // the tile's segment, and that segment's first tile
     for (int64_t tile = begin; tile < end; ++tile) {
@@ -86,6 +88,7 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
 
 // Adds hidden activations (tokens, neurons) times the segments' down rows to the first outputs.
 void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_t tokens, int64_t neurons) {
+  const Timed timed = time(Step::kDown, neurons, neurons * tokens);
   const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups(), row_bytes = layer_.row_bytes();
   const float* h = hidden();

@@ -62,6 +62,10 @@ class FeedForwardPass {
   float* hidden() { return scratch_.hidden.as<float>(); }
   float* outputs() { return scratch_.outputs.as<float>(); }
 
+  // A step that reads `rows` rows of weights, for `products` products of a row with a token's vector.
+  Timed time(Step step, int64_t rows, int64_t products) {
+    return {runner_.times(), step, products * layer_.hidden(), rows * layer_.row_bytes()};
+  }
   void add_batch(const Segment* const* segments, int64_t count, int64_t tokens, const GivenGates& gates);
   void gate_up(const Segment& segment, int64_t tile, int64_t tokens, const float* bias, float* h,
                int64_t h_stride, int thread, const GivenGates& gates, int64_t first);

@@ -1,5 +1,6 @@
 #include "matrix.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "interleave.h"
@@ -109,6 +110,11 @@ Matrix::Matrix(const std::vector<Section>& sections, int64_t cols)
   }
 }
 
+Timed Matrix::time(Runner& runner, int64_t tokens) const {
+  StepTimes* times = runner.times();
+  return {times, times ? times->products : Step::kProducts, tokens * rows_ * cols_, nbytes()};
+}
+
 void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source) {
   if (format().bits != 16) {
     interleave_rows(runner.pool(), format(), groups_, row0, count, source, memory_.data(), tile_bytes(0));
@@ -138,10 +144,33 @@ void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t t
   multiply_all(runner, inputs, bias, out, added);
 }
 
+void Matrix::forward_stacked(Runner& runner, const std::vector<const Matrix*>& matrices, const float* x,
+                             int64_t x_stride, int64_t tokens, float* out, int64_t out_stride,
+                             const Norm& norm) {
+  const Matrix &first = *matrices.front(), &last = *matrices.back();
+  const InputRows inputs = runner.prepare(x, x_stride, tokens, first.cols_, first.format(), norm);
+  const int64_t unit = first.sections_[0].tiles(), before = static_cast<int64_t>(matrices.size()) - 1;
+  const StepTimes* times = runner.times();
+  const Timed timed(runner.times(), times ? times->products : Step::kProducts,
+                    tokens * (before * first.rows_ + last.rows_) * first.cols_,
+                    before * first.nbytes() + last.nbytes());
+  const int64_t tiles = before * unit + last.sections_[0].tiles();
+  runner.pool().parallel_for(tiles, grain_of(first.format()), [&](int64_t begin, int64_t end, int) {
+    while (begin < end) {
+      const int64_t index = begin / unit, at = index * unit, stop = std::min(end, at + unit);
+      const Matrix& matrix = *matrices[static_cast<size_t>(index)];
+      multiply_tiles(runner.kernels(), matrix.sections_[0], matrix.memory_.data(), inputs, nullptr, nullptr,
+                     out + at * kTile, out_stride, begin - at, stop - at);
+      begin = stop;
+    }
+  });
+}
+
 void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_t tokens, float* out) const {
   const KernelTable& kernels = runner.kernels();
   const InputRows inputs = runner.prepare(x, cols_, heads * tokens, cols_, format(), {});
   const int64_t head_tiles = rows_ / heads / kTile;
+  const Timed timed = time(runner, tokens);
   runner.pool().parallel_for(rows_ / kTile, grain_of(format()), [&](int64_t begin, int64_t end, int) {
     for (int64_t at = begin; at < end;) {
       const int64_t head = at / head_tiles, next = (head + 1) * head_tiles, stop = next < end ? next : end;
@@ -159,6 +188,7 @@ void Matrix::forward_heads(Runner& runner, const float* x, int64_t heads, int64_
 
 void Matrix::multiply_all(Runner& runner, const InputRows* inputs, const float* bias, float* out,
                           const float* added) const {
+  const Timed timed = time(runner, inputs[0].tokens);
   const KernelTable& kernels = runner.kernels();
   int64_t tiles = 0;
   for (const Section& section : sections_) tiles += section.tiles();

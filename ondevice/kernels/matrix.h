@@ -52,6 +52,11 @@ class Matrix {
   // out (T, rows) = norm(x) * W^T + bias + added. bias and added may be null, and added may be out.
   void forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                float* out, const Norm& norm = {}, const float* added = nullptr) const;
+  // `forward` over the rows of several matrices, one after the other, to out (T, out_stride). They have one
+  // section, of one format, and all but the last have equally many rows, a multiple of 16.
+  static void forward_stacked(Runner& runner, const std::vector<const Matrix*>& matrices, const float* x,
+                              int64_t x_stride, int64_t tokens, float* out, int64_t out_stride,
+                              const Norm& norm);
   // For a matrix of one section and `heads` equal parts, each of which multiplies an input of its own, x
   // (heads, T, cols): out[t, rows of head h] = x[h, t] * W[rows of head h]^T. A head has a multiple of 16
   // rows.
@@ -67,6 +72,8 @@ class Matrix {
     int64_t row, offset;  // of the section's first row, and of its first byte
     size_t inputs;        // which of the inputs it multiplies
   };
+  // The step of multiplying `tokens` tokens.
+  Timed time(Runner& runner, int64_t tokens) const;
   // inputs: those that Place::inputs counts.
   void multiply_all(Runner& runner, const InputRows* inputs, const float* bias, float* out,
                     const float* added) const;

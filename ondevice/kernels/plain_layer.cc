@@ -10,6 +10,7 @@ void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv
   // A block's output is added to x as it is computed, unless it is normed first.
   float* y = rows.projected;
 
+  runner.name_products(Step::kQkv);
   qkv->forward(runner, x, hidden, tokens, qkv_bias, rows.projected, attention_norm);
   HeadTransform rotated = transform;
   rotated.cos = cos;
@@ -18,6 +19,7 @@ void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv
                 {rows.projected, projected_width(), heads, kv, rows.position, window, scale, soft_cap,
                  rows.attended, rows.tree, sinks},
                 tokens);
+  runner.name_products(Step::kOutput);
   if (attention_output_norm.weight) {
     out->forward(runner, rows.attended, attended_width(), tokens, out_bias, y);
     runner.add_normed(x, y, tokens, hidden, attention_output_norm);
@@ -25,6 +27,7 @@ void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv
     out->forward(runner, rows.attended, attended_width(), tokens, out_bias, x, {}, x);
   }
 
+  runner.name_products(Step::kProducts);
   const bool normed = feed_forward_output_norm.weight != nullptr;
   float* sum = normed ? y : x;
   const InputRows inputs = runner.prepare(x, hidden, tokens, hidden, slice->gate().format, feed_forward_norm);

@@ -17,6 +17,20 @@ const KernelTable* require_target(const std::string& name, std::string* resolved
 // Query rows that share one walk over the keys: enough to amortise the keys' conversion to float.
 constexpr int64_t kQueryRows = 32;
 
+// Products of queries with keys and of weights with values, as if the queries were a chain.
+int64_t attention_macs(const AttentionArgs& args, int64_t tokens) {
+  int64_t seen = 0;
+  for (int64_t end = args.position + 1; end <= args.position + tokens; ++end)
+    seen += args.window && args.window < end ? args.window : end;
+  return seen * args.heads * (args.kv.head_dim + args.kv.value_dim());
+}
+
+// Bytes of the keys and values that any of the queries sees.
+int64_t attention_bytes(const AttentionArgs& args, int64_t tokens) {
+  const int64_t first = args.window && args.window <= args.position ? args.position - args.window + 1 : 0;
+  return (args.position + tokens - first) * args.kv.heads * args.kv.head_bytes / kKvBlock;
+}
+
 }  // namespace
 
 void InputMemory::trim() {
@@ -45,6 +59,7 @@ InputRows Runner::prepare_hidden(const float* h, int64_t h_stride, int64_t token
 
 InputRows Runner::prepare_in(InputMemory& memory, const float* x, int64_t x_stride, int64_t tokens,
                              int64_t cols, const RowFormat& format, const Norm& norm) {
+  const Timed timed(times(), Step::kPacking);
   InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols), tokens}, nullptr};
   if (format.bits == 16)
     pad(memory, x, x_stride, cols, norm, &rows);
@@ -125,6 +140,8 @@ void Runner::attention(const AttentionArgs& whole, int64_t tokens) {
 }
 
 void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
+  const Timed timed(times(), Step::kAttention, times() ? attention_macs(args, tokens) : 0,
+                    attention_bytes(args, tokens));
   const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim;
   // A latent doesn't turn; the dimensions behind it do.
   const int64_t still = args.kv.latent, turning = dim - still;
@@ -156,6 +173,7 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
 }
 
 void Runner::add_normed(float* x, const float* y, int64_t tokens, int64_t n, const Norm& norm) {
+  const Timed timed(times(), Step::kRest);
   float* memory = scratch(n);
   pool_->parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int thread) {
     float* normed = memory + thread * n;

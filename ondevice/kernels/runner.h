@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "kernel_table.h"
 #include "mapped_buffer.h"
 #include "own_process.h"
+#include "step_times.h"
 #include "thread_pool.h"
 
 namespace ondevice {
@@ -87,6 +89,14 @@ class Runner {
   const KernelTable& kernels() const { return *table_; }
   const std::string& target() const { return target_; }
   ThreadPool& pool() { return *pool_; }
+  // Null while nobody measures.
+  StepTimes* times() { return times_.get(); }
+  // Counts the time of steps anew, or no longer.
+  void time_steps(bool counts) { times_.reset(counts ? new StepTimes : nullptr); }
+  // Products of matrices are part of this step from now on.
+  void name_products(Step step) {
+    if (times_) times_->products = step;
+  }
 
   // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `format`.
   // They are in scratch memory: the result is valid until the next call of prepare() with the same `place`,
@@ -126,6 +136,7 @@ class Runner {
   OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
+  std::unique_ptr<StepTimes> times_;
   InputMemory inputs_[kInputKinds], hidden_inputs_;
   uint64_t input_version_ = 0;
   MappedBuffer scratch_;

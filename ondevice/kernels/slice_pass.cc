@@ -48,6 +48,7 @@ void SlicePass::add_some(const RecordBytes* records, int64_t count, int64_t toke
   uint8_t* joined = scratch.joined.as<uint8_t>();
   InputRows x = x_;
   x.tokens = tokens;
+  const Timed timed_up = slice_.time_up(runner_, *records, count, tokens);
   // Slice s has the rows from s * tokens on of hidden values (count * tokens, width).
   runner_.pool().parallel_for(count * up_tiles, kUpGrain, [&](int64_t begin, int64_t end, int thread) {
     while (begin < end) {
@@ -61,6 +62,7 @@ void SlicePass::add_some(const RecordBytes* records, int64_t count, int64_t toke
   });
   const RecordMatrix& down = slice_.down();
   const InputRows rows = runner_.prepare_hidden(h, width, count * tokens, neurons, down.format);
+  const Timed timed_down = slice_.time_down(runner_, *records, count, tokens);
   runner_.pool().parallel_for(down.tiles(), kDownGrain, [&](int64_t begin, int64_t end, int thread) {
     const float* sum = base;
     for (int64_t s = 0; s < count; ++s) {

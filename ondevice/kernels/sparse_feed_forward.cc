@@ -185,6 +185,9 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
   const bool gated = layer_.record().gated();
   const float* bias = layer_.bias();
   const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
+  const int64_t rows = layer_.record().rows() - (neurons.whole ? 1 : 2);
+  const int64_t lanes = tiles * kTile * (tiles && tile_tokens[0] < 0 ? x_.tokens : 1);
+  const Timed timed = time(Step::kGateUp, rows * neurons.count, rows * lanes);
   runner_.pool().parallel_for(tiles, 2, [&](int64_t begin, int64_t end, int thread) {
     uint8_t* tile = scratch + thread * tile_bytes;
     float* gates = scratch_.gate_up.as<float>() + thread * 2 * values;
@@ -226,6 +229,7 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
 }
 
 void FeedForwardPass::gates_of(const uint8_t* const* records, int64_t count, float* gates) {
+  const Timed timed = time(Step::kGateUp, count, count * x_.tokens);
   const int64_t values = x_.tokens * kTile, threads = runner_.pool().threads();
   const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.format());
   uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(tile_bytes / 4));
@@ -276,6 +280,7 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
 void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t tokens = x_.tokens, groups = layer_.groups();
+  const Timed timed = time(Step::kDown, neurons.count, neurons.count * tokens);
   const int64_t down = layer_.record().down - (neurons.whole ? 0 : layer_.record().up);
   const float* h = hidden();
   float* y = outputs();

@@ -216,7 +216,7 @@ class LayerRange:
                     inputs = inputs[-1:]
                 layer_inputs, inputs = inputs[:, :width], inputs[:, width:]
             residuals = self._residuals(layer, residuals, batch, rows, layer_inputs, forward_pass.taps)
-        return replace(state, residual_streams=residuals, inputs=inputs, tapped=tapped)
+        return PassState(residuals, inputs, state.entered, state.branches, tapped)
 
     def take(self, forward_pass: ForwardPass) -> None:
         """Add the tokens of a finished pass to their kv."""

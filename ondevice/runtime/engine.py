@@ -185,6 +185,12 @@ class Engine(LoadedModel):
         check_thread(self._thread)
         return self.kv.save_next() or self.fill_ahead()
 
+    @property
+    def drafts_from_memory(self) -> bool:
+        """Whether a pass over the weights in memory drafts: it needs no reads, and a text's pass does."""
+        plan = self.plan
+        return not plan.selects_neurons and plan.offloads_weights and self._quota.holds_draft
+
     def make_drafting(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Drafting | None:
         """The drafting of this model under the options of `resolved`, or None. The caller closes it.
 
@@ -194,7 +200,6 @@ class Engine(LoadedModel):
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
         runtime, widths = resolved.runtime, resolved.widths
-        of_all_neurons = not resolved.plan.selects_neurons
         datastore = None
         if drafts_with_ngrams(runtime.speculation, resolved.bundle.ngrams):
             datastore = open_datastore(resolved.bundle, runtime)
@@ -208,7 +213,7 @@ class Engine(LoadedModel):
             self._bundle.config,
             self.transformer,
             widths.tree if widths.branches else 0,
-            lambda: of_all_neurons and self.plan.offloads_weights and self._quota.holds_draft,
+            lambda: self.drafts_from_memory,
             second,
             datastore,
             state,

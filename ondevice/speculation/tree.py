@@ -70,7 +70,7 @@ class Draft:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` with `token`, or None."""
-        return self._children.get((node, token))
+        return self._children.get((node, token)) if len(self.tokens) > 1 else None
 
 
 def plain(token: int) -> Draft:

@@ -43,11 +43,11 @@ MIXTURES: dict[str, tuple[tuple[int, RowFormat], ...]] = {
 }
 
 
-def loaded(sections: list[tuple[int, RowFormat]], cols: int) -> tuple[_native.Matrix, Float32]:
+def loaded(sections: list[tuple[int, RowFormat]], cols: int, seed: int = 0) -> tuple[_native.Matrix, Float32]:
     """A matrix of random sections, and its values (rows, cols)."""
     matrix, values = _native.Matrix(sections, cols), []
     for index, (rows, stored) in enumerate(sections):
-        weight = normal(rows, cols, seed=index)
+        weight = normal(rows, cols, seed=seed + index)
         tiles = tiles_of(weight, TiledMatrix(rows, RowLayout(cols, *stored)))
         # In pieces, and tile by tile further apart than they are long.
         apart = np.pad(tiles, ((0, 0), (0, 64)))[:, : tiles.shape[1]]
@@ -162,16 +162,53 @@ def test_impossible_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stored", ALL_FORMATS)
-def test_rows_of_a_matrix_in_memory_have_the_bits_of_their_values(stored: RowFormat) -> None:
-    matrix, values = loaded([(37, stored)], 512)
-    rows = np.array([0, 36, 15, 16, 16], dtype=np.int32)
+def test_rows_of_matrices_in_memory_have_the_bits_of_their_values(stored: RowFormat) -> None:
+    (first, some), (last, others) = loaded([(48, stored)], 512), loaded([(37, stored)], 512, seed=1)
+    values, rows = np.concatenate([some, others]), np.array([0, 47, 48, 84, 15, 16, 16], dtype=np.int32)
 
     def run(runner: _native.Runner) -> Float32:
         out = np.empty((len(rows), 512), dtype=np.float32)
-        matrix.look_up(runner, rows, out)
+        assert _native.look_up(runner, [first, last], 48, rows, out)
         return out
 
     assert on_every_target(run).tobytes() == values[rows].tobytes()
-    for outside in (-1, 37):
-        with pytest.raises(ValueError, match="outside the matrix"):
-            matrix.look_up(FIRST, np.array([outside], np.int32), np.zeros((1, 512), np.float32))
+    one = np.zeros((1, 512), np.float32)
+    assert not _native.look_up(FIRST, [first, None], 48, np.array([48], np.int32), one)
+    assert _native.look_up(FIRST, [first, None], 48, np.array([47], np.int32), one)
+    for outside in (-1, 85, 96):
+        with pytest.raises(ValueError, match=r"outside the matrices|rows are looked up"):
+            _native.look_up(FIRST, [first, last], 48, np.array([outside], np.int32), one)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("stored", ALL_FORMATS)
+def test_stacked_matrices_have_the_bits_of_each(stored: RowFormat, tokens: int) -> None:
+    matrices = [loaded([(rows, stored)], 512, seed)[0] for seed, rows in enumerate((160, 160, 37))]
+    x, norm = normal(tokens, 512), (np.linspace(0.5, 2, 512, dtype=np.float32), 1e-5, None, False)
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.full((tokens, 360), np.nan, dtype=np.float32)
+        _native.forward_stacked(runner, matrices, x, out, 2, norm)
+        return out
+
+    stacked = on_every_target(run)
+    apart = np.concatenate([product(matrix, FIRST, x) for matrix in matrices], axis=1)
+    assert stacked[:, 2:359].tobytes() == apart.tobytes()
+    assert np.isnan(stacked[:, [0, 1, 359]]).all()
+
+
+def test_only_matrices_of_one_kind_are_stacked() -> None:
+    first, other, short = (
+        loaded([section], 512)[0] for section in ((32, RowFormat(4)), (32, RowFormat(8)), (16, RowFormat(4)))
+    )
+    x, out = normal(1, 512), np.zeros((1, 64), dtype=np.float32)
+    for matrices, column in [
+        ([], 0),
+        ([first, other], 0),
+        ([short, first], 0),
+        ([first, short, first], 0),
+        ([first, first], 1),
+        ([first, first], -1),
+    ]:
+        with pytest.raises(ValueError, match=r"there is a matrix|matrices have|out is"):
+            _native.forward_stacked(FIRST, matrices, x, out, column, None)
