@@ -68,7 +68,7 @@ def packed_table(
     *,
     bytes_alone: Sequence[int],
     listed: Iterable[int],
-    merges: NDArray[np.int64],
+    merges: NDArray[np.int64] | NDArray[np.uint32],
     added: Iterable[tuple[int, int]],
 ) -> bytes | None:
     """The bytes of a table; None if a text is too long for it.

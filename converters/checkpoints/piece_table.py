@@ -21,6 +21,7 @@ from ondevice.converters.checkpoints.sentencepiece_model import (
     UNUSED,
     USER_DEFINED,
 )
+from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 from ondevice.tokenizer.base import byte_of
 from ondevice.tokenizer.byte_pairs import CHARACTERS, PUTS_SPACE, SPECIAL, UNMATCHED
 from ondevice.tokenizer.pieces import MARKUP_PIECE
@@ -47,7 +48,7 @@ def piece_table(data: bytes) -> bytes | None:
     scores = np.array([score for _, score, _ in pieces], "<f4").view("<i4")
     # Numbers in the order of the scores; to the library, -0 is below 0.
     ordered = np.where(scores < 0, scores ^ 0x7FFFFFFF, scores)
-    ranks = np.unique(~ordered[rows[:, 2]], return_inverse=True)[1]
+    ranks = np.unique(~ordered[rows[:, 2]], return_inverse=True)[1].astype(np.uint32)
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     return packed_table(
         CHARACTERS,
@@ -78,10 +79,11 @@ def _flags(text: str, score: float, kind: int) -> int | None:
     return _FLAGS.get(kind)
 
 
-def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> NDArray[np.int64] | None:
+def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> NDArray[np.uint32] | None:
     """Rows of two tokens and the one that they make.
 
-    None if a merge needs a character that is no piece, or makes a piece that the library takes apart again.
+    None if a merge needs a character that is no piece, or makes a piece that the library takes apart again,
+    or if there are more merges than a table holds.
     """
     symbols = {character: -1 for character in set().union(*ids) - ids.keys()}
     symbols |= {text: token for token, (text, _, kind) in enumerate(pieces) if kind == NORMAL}
@@ -94,4 +96,6 @@ def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> NDArra
             if left < 0 or right < 0 or kind == UNUSED:
                 return None
             rows.extend((left, right, token))
-    return np.array(rows, np.int64).reshape(-1, 3)
+        if 4 * len(rows) > MAX_TOKENIZER_BYTES["byte_pairs"]:
+            return None
+    return np.array(rows, np.uint32).reshape(-1, 3)

@@ -128,9 +128,10 @@ def with_table(files: TokenizerFiles) -> TokenizerFiles:
         return files
     data = blobs.pop(info.file)
     table = piece_table(data) if info.kind == "sentencepiece" else byte_pair_table(read_tokenizer_file(data))
-    if table is None:
+    file = TOKENIZER_FILES["byte_pairs"]
+    if table is None or len(table) > MAX_BLOB_BYTES[file]:
         return files
-    return TokenizerFiles(replace(info, kind="byte_pairs"), {TOKENIZER_FILES["byte_pairs"]: table, **blobs})
+    return TokenizerFiles(replace(info, kind="byte_pairs"), {file: table, **blobs})
 
 
 def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int, file: str) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.normalizers import NFC
 
-from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.byte_pair_table import byte_pair_table
@@ -25,7 +25,7 @@ from ondevice.converters.checkpoints.gguf_splitting import GPT2_PATTERN, SPLITTI
 from ondevice.converters.checkpoints.piece_table import piece_table
 from ondevice.converters.checkpoints.tokenizer_files import with_table
 from ondevice.errors import BundleError
-from ondevice.tokenizer import Tokenizer, load_tokenizer
+from ondevice.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer, load_tokenizer
 from ondevice.tokenizer.base import byte_letters
 from ondevice.tokenizer.byte_pairs import HEADER, composed
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
@@ -356,6 +356,16 @@ def test_other_models_stay_with_their_library(model: bytes) -> None:
     assert piece_table(model) is None
     files = TokenizerFiles(TokenizerInfo("sentencepiece"), {"tokenizer.model": model})
     assert with_table(files) is files
+
+
+def test_a_table_that_a_reader_would_refuse_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = TokenizerFiles(TokenizerInfo("sentencepiece"), {"tokenizer.model": MODEL})
+    table = with_table(files).blobs["tokenizer.bin"]
+    monkeypatch.setitem(MAX_BLOB_BYTES, "tokenizer.bin", len(table) - 1)
+    assert with_table(files) is files
+    # Merges alone pass the limit before the table is put together.
+    monkeypatch.setitem(MAX_TOKENIZER_BYTES, "byte_pairs", 100)
+    assert piece_table(MODEL) is None
 
 
 # --- the format, and hostile tables ---
