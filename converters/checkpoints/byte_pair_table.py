@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import TOKENIZER_FILES
-from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.gguf_splitting import GPT2_PATTERN, SPLITTINGS
 from ondevice.tokenizer.base import byte_letters
 from ondevice.tokenizer.byte_pairs import (
@@ -22,12 +19,13 @@ from ondevice.tokenizer.byte_pairs import (
     HEADER,
     IGNORES_MERGES,
     MAGIC,
+    MAX_ADDED_BYTES,
     MAX_TOKEN_BYTES,
     MAX_TOKENS,
     NO_TOKEN,
     SPECIAL,
 )
-from ondevice.tokenizer.tokenizer_file import AddedToken, Component, TokenizerFile, read_tokenizer_file
+from ondevice.tokenizer.tokenizer_file import AddedToken, Component, TokenizerFile
 
 _BYTES, _GPT2, _DIGITS = ("ByteLevel", ""), ("ByteLevel", GPT2_PATTERN), ("Digits", "")
 _SPLITTINGS: dict[tuple[tuple[str, str | None] | None, ...], int] = {
@@ -41,18 +39,6 @@ _SPLITTINGS: dict[tuple[tuple[str, str | None] | None, ...], int] = {
 """Numbers of the ways to split a text, by the kinds and patterns of the pre-tokenizers."""
 
 
-def with_table(files: TokenizerFiles) -> TokenizerFiles:
-    """The tokenizer with a table in the place of its `tokenizer.json`, where it can have one."""
-    if files.info.kind != "tokenizers":
-        return files
-    blobs = dict(files.blobs)
-    table = byte_pair_table(read_tokenizer_file(blobs.pop(TOKENIZER_FILES["tokenizers"])))
-    if table is None:
-        return files
-    info = replace(files.info, kind="byte_pairs")
-    return TokenizerFiles(info, {TOKENIZER_FILES["byte_pairs"]: table, **blobs})
-
-
 def byte_pair_table(file: TokenizerFile) -> bytes | None:
     """The bytes of the table; None where it can't do all that the file says."""
     splitting = _SPLITTINGS.get(tuple(_rule(part) for part in file.pre_tokenizers))
@@ -61,34 +47,66 @@ def byte_pair_table(file: TokenizerFile) -> bytes | None:
     if splitting is None or spelled is None or not file.byte_level or len(file.normalizers) != composes:
         return None
     texts = spelled | {token.id: token.content.encode() for token in file.added}
-    tokens = 1 + max(texts)
-    added = sorted(file.added, key=lambda token: token.content.encode())
-    names = [texts.get(token, b"") for token in range(tokens)]
     merges, bytes_alone = _merges(file), _byte_tokens(file)
-    if tokens > MAX_TOKENS or merges is None or bytes_alone is None or max(map(len, names)) > MAX_TOKEN_BYTES:
+    if 1 + max(texts) > MAX_TOKENS or merges is None or bytes_alone is None:
         return None
-    sections: list[Sequence[int] | NDArray[np.int64]] = [
+    return packed_table(
+        splitting,
+        COMPOSES * composes | IGNORES_MERGES * file.options["ignore_merges"],
+        [texts.get(token, b"") for token in range(1 + max(texts))],
+        bytes_alone=bytes_alone,
+        listed=spelled,
+        merges=merges,
+        added=[(token.id, _flags(token)) for token in file.added],
+    )
+
+
+def packed_table(
+    splitting: int,
+    flags: int,
+    texts: Sequence[bytes],
+    *,
+    bytes_alone: Sequence[int],
+    listed: Iterable[int],
+    merges: NDArray[np.int64] | NDArray[np.uint32],
+    added: Iterable[tuple[int, int]],
+) -> bytes | None:
+    """The bytes of a table; None if a text is too long for it.
+
+    Args:
+        texts: by token.
+        bytes_alone: the token of each byte.
+        listed: tokens that merging starts from or makes.
+        merges: rows of left and right token, what they make and the rank; the first two ascend.
+        added: tokens with their flags.
+    """
+    added = sorted(added, key=lambda it: texts[it[0]])
+    added_bytes = sum(len(texts[token]) for token, _ in added)
+    if len(texts) > MAX_TOKENS or max(map(len, texts)) > MAX_TOKEN_BYTES or added_bytes > MAX_ADDED_BYTES:
+        return None
+    listed = sorted(listed, key=texts.__getitem__)
+    sections = (
         bytes_alone,
-        np.cumsum([0, *map(len, names)]),
-        sorted(spelled, key=spelled.__getitem__),
-        np.searchsorted(merges[0], np.arange(tokens + 1)),
-        *merges[1:],
-        [number for token in added for number in (token.id, _flags(token))],
-    ]
+        np.cumsum([0, *map(len, texts)]),
+        listed,
+        np.searchsorted(merges[:, 0], np.arange(len(texts) + 1)),
+        *merges.T[1:],
+        added,
+    )
     header = HEADER.pack(
         MAGIC,
         1,
         splitting,
-        COMPOSES * composes | IGNORES_MERGES * file.options["ignore_merges"],
-        tokens,
-        len(spelled),
-        len(merges[0]),
+        flags,
+        len(texts),
+        len(listed),
+        len(merges),
         len(added),
-        sum(len(token.content.encode()) for token in added),
-        sum(map(len, names)),
+        added_bytes,
+        sum(map(len, texts)),
     )
     words = [np.asarray(section, "<u4").tobytes() for section in sections]
-    return b"".join([header, *words, *names])
+    return b"".join([header, *words, *texts])
 
 
 def _rule(part: Component) -> tuple[str, str] | None:
@@ -142,8 +160,8 @@ def _is_stable(text: str, composes: bool) -> bool:
     return not composes or text.isascii() or unicodedata.is_normalized("NFC", text)
 
 
-def _merges(file: TokenizerFile) -> tuple[NDArray[np.int64], ...] | None:
-    """Left and right tokens of each merge, what they make and its rank, in ascending order of the first two.
+def _merges(file: TokenizerFile) -> NDArray[np.int64] | None:
+    """Rows of left and right tokens, what they make and the rank, in ascending order of the first two.
 
     None if a merge is of tokens that aren't there.
     """
@@ -154,7 +172,7 @@ def _merges(file: TokenizerFile) -> tuple[NDArray[np.int64], ...] | None:
     made = {(ids[a], ids[b]): (ids[a + b], rank) for rank, (a, b) in enumerate(file.merges)}
     rows = np.array([(*pair, *result) for pair, result in sorted(made.items())], np.int64).reshape(-1, 4)
     rows[:, 3] = np.argsort(np.argsort(rows[:, 3]))
-    return tuple(rows.T)
+    return rows
 
 
 def _flags(token: AddedToken) -> int:

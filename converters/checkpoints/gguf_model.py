@@ -29,7 +29,6 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
-from ondevice.converters.checkpoints.byte_pair_table import with_table
 from ondevice.converters.checkpoints.gguf_aliases import other_kind
 from ondevice.converters.checkpoints.gguf_experts import EXPERT_NAMES
 from ondevice.converters.checkpoints.gguf_families import (
@@ -48,6 +47,7 @@ from ondevice.converters.checkpoints.gguf_parts import PART, GgufPart, open_part
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.tokenizer_files import with_table
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 

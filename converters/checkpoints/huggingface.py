@@ -28,7 +28,6 @@ from ondevice.converters.checkpoints.base import (
     printable,
     some_of,
 )
-from ondevice.converters.checkpoints.byte_pair_table import with_table
 from ondevice.converters.checkpoints.fp8_folder import read_fp8, scaled_tensors
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
@@ -39,7 +38,7 @@ from ondevice.converters.checkpoints.mlx_folder import (
 from ondevice.converters.checkpoints.mxfp4_folder import experts_of, has_mxfp4
 from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating, read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.converters.checkpoints.tokenizer_files import VOCABULARY, read_tokenizer
+from ondevice.converters.checkpoints.tokenizer_files import VOCABULARY, read_tokenizer, with_table
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig
 

@@ -26,7 +26,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
 )
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.converters.checkpoints.tokenizer_files import check_usable
+from ondevice.converters.checkpoints.tokenizer_files import check_usable, with_table
 from ondevice.errors import CheckpointError, OndeviceError
 from ondevice.model_config import SIZE_LIMITS, ModelConfig
 
@@ -181,7 +181,7 @@ def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
                 )
             info = TokenizerInfo("sentencepiece", bos_id=BOS, eos_ids=(BOS, EOS), add_bos=True)
             check_usable(info, "sentencepiece", model, vocab_size, name)
-            return TokenizerFiles(info, {file: model})
+            return with_table(TokenizerFiles(info, {file: model}))
     logger.warning(
         "no tok%d.bin or tokenizer.bin beside %s; the bundle will take and give token ids, not text",
         vocab_size,

@@ -20,8 +20,10 @@ from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import declared_tokens, special_texts, with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.bpe_json import bpe_json, byte_level
+from ondevice.converters.checkpoints.byte_pair_table import byte_pair_table
 from ondevice.converters.checkpoints.end_tokens import template_ends
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS
+from ondevice.converters.checkpoints.piece_table import piece_table
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.template_files import folder_template
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -117,6 +119,19 @@ def _refusals(file: str) -> Iterator[None]:
         raise UnsupportedModelError(
             f"{file}: {error}; without that file the model converts for use with token ids"
         ) from error
+
+
+def with_table(files: TokenizerFiles) -> TokenizerFiles:
+    """The tokenizer with a `tokenizer.bin` in the place of its file, where it can have one."""
+    info, blobs = files.info, dict(files.blobs)
+    if info.kind is None or info.file is None:
+        return files
+    data = blobs.pop(info.file)
+    table = piece_table(data) if info.kind == "sentencepiece" else byte_pair_table(read_tokenizer_file(data))
+    file = TOKENIZER_FILES["byte_pairs"]
+    if table is None or len(table) > MAX_BLOB_BYTES[file]:
+        return files
+    return TokenizerFiles(replace(info, kind="byte_pairs"), {file: table, **blobs})
 
 
 def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int, file: str) -> None:

@@ -12,9 +12,8 @@ class BytePairs:
     def composes(self) -> bool:
         """Whether texts are brought to form C."""
 
-    @property
-    def special_tokens(self) -> list[int]:
-        """Special tokens that are matched in texts."""
+    def added_tokens(self, flags: int) -> list[int]:
+        """Ids of the added tokens with just these flags. Those of `ends` have the flag of special ones."""
 
     def encode(self, text: str, special: bool, composed: bool = False) -> list[int]:
         """composed: whether the text is a stretch of one that `cut` gave, in form C."""

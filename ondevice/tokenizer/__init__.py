@@ -16,6 +16,7 @@ from ondevice.tokenizer.base import MAX_SPECIAL_CHARS, LeadingSpace, StreamingDe
 
 if TYPE_CHECKING:
     from ondevice.tokenizer.byte_pairs import BytePairTokenizer
+    from ondevice.tokenizer.piece_table import PieceTableTokenizer
     from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer
     from ondevice.tokenizer.tokenizer_json import HuggingFaceTokenizer
 
@@ -95,17 +96,23 @@ def load_tokenizer(
         raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(MAX_TOKENIZER_BYTES)}")
     if len(data) > MAX_TOKENIZER_BYTES[kind]:
         raise BundleError(f"tokenizer file has {len(data)} bytes; the limit is {MAX_TOKENIZER_BYTES[kind]}")
-    tokenizer = _class_of(kind)(data, bos_id, tuple(eos_ids), add_bos)
+    tokenizer = _class_of(kind, data)(data, bos_id, tuple(eos_ids), add_bos)
     if vocab_size is not None:
         tokenizer.check_vocabulary(vocab_size)
     return tokenizer
 
 
-def _class_of(kind: str) -> type[BytePairTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer]:
-    """The class of a kind of tokenizer, imported only when it is needed."""
+def _class_of(
+    kind: str, data: bytes
+) -> type[BytePairTokenizer | PieceTableTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer]:
+    """The class for a file of a kind of tokenizer, imported only when it is needed."""
     if kind == "byte_pairs":
-        from ondevice.tokenizer.byte_pairs import BytePairTokenizer
+        from ondevice.tokenizer.byte_pairs import BytePairTokenizer, merges_characters
 
+        if merges_characters(data):
+            from ondevice.tokenizer.piece_table import PieceTableTokenizer
+
+            return PieceTableTokenizer
         return BytePairTokenizer
     if kind == "sentencepiece":
         from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer

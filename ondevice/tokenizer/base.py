@@ -256,6 +256,9 @@ class Vocabulary(ABC):
         return known
 
     @abstractmethod
+    def piece(self, token: int) -> str: ...
+
+    @abstractmethod
     def token_id(self, name: str) -> int | None: ...
 
     @abstractmethod

@@ -23,7 +23,7 @@ void bind_tokenizer(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::arg("file"), nb::arg("ends"))
       .def_prop_ro("size", &BytePairs::size)
       .def_prop_ro("composes", &BytePairs::composes)
-      .def_prop_ro("special_tokens", &BytePairs::special_tokens)
+      .def("added_tokens", &BytePairs::added_tokens, nb::arg("flags"))
       .def(
           "encode",
           [](const BytePairs& table, std::string_view text, bool special, bool composed) {

@@ -2,20 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <functional>
 #include <stdexcept>
-
-#include "tokenizer/splitting.h"
 
 namespace ondevice {
 namespace {
 
 constexpr std::string_view kMagic("bytepair", 8);
-constexpr uint32_t kVersion = 1, kComposes = 1, kWholeTokens = 2;  // the header's version and flags
-constexpr uint32_t kSpecial = 1, kComposed = 2;                    // flags of an added token
+constexpr uint32_t kVersion = 1, kComposes = 1, kWholeTokens = 2, kPutsSpace = 4;  // version and flags
+constexpr uint32_t kSpecial = 1, kComposed = 2;                                    // flags of an added token
 constexpr size_t kHeaderBytes = 44, kBytes = 256, kMaxTokenBytes = 4096, kMaxAddedBytes = 1 << 19;
-constexpr uint32_t kNone = UINT32_MAX;
+constexpr uint32_t kNone = UINT32_MAX, kCharacters = 1 << 16;
 
 void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
@@ -23,19 +20,13 @@ void require(bool condition, const char* message) {
 
 }  // namespace
 
-uint32_t BytePairs::Words::operator[](size_t index) const {
-  uint32_t word;
-  std::memcpy(&word, data + 4 * index, 4);
-  return word;
-}
-
 BytePairs::BytePairs(std::string_view file, const std::vector<uint32_t>& ends) {
   require(file.size() >= kHeaderBytes && file.substr(0, 8) == kMagic, "it doesn't begin as a table does");
   const Words header{reinterpret_cast<const uint8_t*>(file.data()) + 8};
   require(header[0] == kVersion, "its version isn't 1");
   require(header[1] < kSplittings, "it names a way of splitting that isn't known");
-  require(header[2] <= (kComposes | kWholeTokens), "it has flags that aren't known");
-  splitting_ = header[1];
+  require(header[2] <= (kComposes | kWholeTokens | kPutsSpace), "it has flags that aren't known");
+  splitting_ = static_cast<Splitting>(header[1]);
   composes_ = header[2] & kComposes, whole_tokens_ = header[2] & kWholeTokens;
   num_tokens_ = header[3], num_merged_ = header[4];
   const uint32_t num_merges = header[5], num_added = header[6], num_bytes = header[8];
@@ -64,6 +55,17 @@ BytePairs::BytePairs(std::string_view file, const std::vector<uint32_t>& ends) {
   check_merges(num_merges);
   require(read_added(added, num_added, ends) == header[7],
           "its added tokens' length isn't what its header says");
+  if (splitting_ == Splitting::kCharacters) read_characters();
+}
+
+void BytePairs::read_characters() {
+  characters_.assign(kCharacters, kNone);
+  for (uint32_t i = 0; i < num_merged_; ++i) {
+    const std::string_view text = bytes(merged_[i]);
+    if (text.empty()) continue;
+    const CodePoint first = first_character(text);
+    if (first.bytes == text.size() && first.code < kCharacters) characters_[first.code] = merged_[i];
+  }
 }
 
 void BytePairs::check_merges(uint32_t count) const {
@@ -77,6 +79,8 @@ void BytePairs::check_merges(uint32_t count) const {
   }
 }
 
+bool BytePairs::Added::special() const { return (flags & kSpecial) != 0; }
+
 uint64_t BytePairs::read_added(Words entries, uint32_t count, const std::vector<uint32_t>& ends) {
   std::string_view previous;
   uint64_t length = 0;
@@ -84,23 +88,23 @@ uint64_t BytePairs::read_added(Words entries, uint32_t count, const std::vector<
     const uint32_t token = entries[2 * i], flags = entries[2 * i + 1];
     require(token < num_tokens_, "an added token isn't there");
     require(flags <= (kSpecial | kComposed), "an added token has flags that aren't known");
-    const Added added{token, (flags & kSpecial) != 0, bytes(token)};
+    const Added added{token, flags, bytes(token)};
     require(previous < added.text, "its added tokens aren't in order, or one has no text");
     previous = added.text;
     length += added.text.size();
     const bool is_end = std::find(ends.begin(), ends.end(), token) != ends.end();
     // An end of text that the file doesn't call special is matched in the text as it stands.
-    const bool waits = (flags & kComposed) != 0 && (added.special || !is_end);
-    (waits ? later_ : first_).push_back({token, added.special || is_end, added.text});
+    const bool waits = (flags & kComposed) != 0 && (added.special() || !is_end);
+    (waits ? later_ : first_).push_back({token, flags | (is_end ? kSpecial : 0), added.text});
   }
   return length;
 }
 
-std::vector<uint32_t> BytePairs::special_tokens() const {
+std::vector<uint32_t> BytePairs::added_tokens(uint32_t flags) const {
   std::vector<uint32_t> ids;
   for (const auto* added : {&first_, &later_})
     for (const Added& it : *added)
-      if (it.special) ids.push_back(it.token);
+      if (it.flags == flags) ids.push_back(it.token);
   return ids;
 }
 
@@ -158,7 +162,7 @@ std::vector<BytePairs::Stretch> BytePairs::matches(std::string_view text, bool s
   for (size_t at = 0; at < text.size();) {
     const Added* match =
         begins[static_cast<uint8_t>(text[at])] ? longest_match(text.substr(at), added) : nullptr;
-    if (match && (special || !match->special)) {
+    if (match && (special || !match->special())) {
       if (start < at) stretches.push_back({-1, text.substr(start, at - start)});
       stretches.push_back({match->token, {}});
       start = at + match->text.size();
@@ -178,7 +182,7 @@ void BytePairs::encode(std::string_view text, bool special, bool composed, std::
   for (const Stretch& stretch : matches(text, special, composed ? later_ : first_)) {
     if (stretch.token >= 0) {
       ids->push_back(static_cast<uint32_t>(stretch.token));
-    } else if (!composed && !later_.empty()) {
+    } else if (!composed && !later_.empty() && splitting_ != Splitting::kCharacters) {
       encode(stretch.text, special, true, ids);
     } else {
       encode_plain(stretch.text, ids);
@@ -187,12 +191,11 @@ void BytePairs::encode(std::string_view text, bool special, bool composed, std::
 }
 
 void BytePairs::encode_plain(std::string_view text, std::vector<uint32_t>* ids) const {
-  const auto splitting = static_cast<Splitting>(splitting_);
   while (!text.empty()) {
-    std::string_view part = text.substr(0, first_part(splitting, text));
+    std::string_view part = text.substr(0, first_part(splitting_, text));
     text.remove_prefix(part.size());
     while (!part.empty()) {
-      const std::string_view word = part.substr(0, first_word(splitting, part));
+      const std::string_view word = part.substr(0, first_word(splitting_, part));
       part.remove_prefix(word.size());
       const int64_t token = whole_tokens_ ? merged_token(word) : -1;
       if (token >= 0) {
@@ -220,6 +223,12 @@ bool BytePairs::find_merge(uint32_t left, uint32_t right, Merge* result) const {
   return true;
 }
 
+uint32_t BytePairs::character_token(uint32_t code, std::string_view character) const {
+  if (code < kCharacters) return characters_[code];
+  const int64_t token = merged_token(character);
+  return token < 0 ? kNone : static_cast<uint32_t>(token);
+}
+
 // Of all pairs of neighbours the one of the lowest rank becomes one token, of equal ones the first, until
 // there is no pair that merges.
 void BytePairs::merge(std::string_view word, std::vector<uint32_t>* ids) const {
@@ -240,10 +249,21 @@ void BytePairs::merge(std::string_view word, std::vector<uint32_t>* ids) const {
     return true;
   };
   const std::greater<uint64_t> later;
-  for (const char byte : word) {
+  const auto add = [&](uint32_t token) {
     const auto i = static_cast<uint32_t>(symbols.size());
-    const uint32_t token = byte_tokens_[static_cast<uint8_t>(byte)];
     if (token != kNone) symbols.push_back({token, i - 1, i + 1, {0, kNone}});
+  };
+  const bool by_characters = splitting_ == Splitting::kCharacters;
+  for (size_t at = 0; at < word.size();) {
+    const CodePoint first = by_characters ? first_character(word.substr(at)) : CodePoint{0, 1};
+    const std::string_view symbol = word.substr(at, first.bytes);
+    const uint32_t token = by_characters ? character_token(first.code, symbol) : kNone;
+    if (token != kNone) {
+      add(token);
+    } else {
+      for (const char byte : symbol) add(byte_tokens_[static_cast<uint8_t>(byte)]);
+    }
+    at += first.bytes;
   }
   if (symbols.empty()) return;
   symbols.back().after = kNone;

@@ -1,17 +1,20 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "tokenizer/splitting.h"
+
 namespace ondevice {
 
-// A tokenizer that merges pairs of bytes, as tables that are read where they lie (weights/README.md, "The
-// table of byte pairs"). The constructor checks all that bounds a read, so the bytes must never change after
-// it. All else that a file may have wrong gives other tokens, and no harm. It keeps no copy of the bytes, and
-// its methods may run on several threads at once.
+// A tokenizer that merges pairs of bytes or of characters, as tables that are read where they lie
+// (weights/README.md, "The table of byte pairs"). The constructor checks all that bounds a read, so the bytes
+// must never change after it. All else that a file may have wrong gives other tokens, and no harm. It keeps
+// no copy of the bytes, and its methods may run on several threads at once.
 class BytePairs {
  public:
   // A matched token of the text, or no token and a stretch of text between such tokens.
@@ -25,12 +28,12 @@ class BytePairs {
 
   uint32_t size() const { return num_tokens_; }
   bool composes() const { return composes_; }  // whether text is brought to Unicode's form C
-  // Ids of the special tokens that the file has, `ends` aside.
-  std::vector<uint32_t> special_tokens() const;
+  // Ids of the added tokens with just these flags; `ends` have the flag of special ones.
+  std::vector<uint32_t> added_tokens(uint32_t flags) const;
 
   // Appends the ids of a valid UTF-8 text.
   // special: whether special tokens are matched. composed: whether the text is a stretch of one in form C,
-  // behind which only those added tokens are matched that wait for that form.
+  // behind which only those added tokens are matched that wait for that form. Of characters, none wait.
   void encode(std::string_view text, bool special, bool composed, std::vector<uint32_t>* ids) const;
   // The text cut at those added tokens that are matched before it is brought to form C.
   std::vector<Stretch> cut(std::string_view text, bool special) const;
@@ -46,12 +49,17 @@ class BytePairs {
  private:
   struct Words {  // unaligned little-endian uint32
     const uint8_t* data = nullptr;
-    uint32_t operator[](size_t index) const;
+    uint32_t operator[](size_t index) const {
+      uint32_t word;
+      std::memcpy(&word, data + 4 * index, 4);
+      return word;
+    }
   };
   struct Added {
     uint32_t token;
-    bool special;
+    uint32_t flags;
     std::string_view text;
+    bool special() const;
   };
   struct Merge {
     uint32_t token;
@@ -64,13 +72,18 @@ class BytePairs {
   std::vector<Stretch> matches(std::string_view text, bool special, const std::vector<Added>& added) const;
   const Added* longest_match(std::string_view text, const std::vector<Added>& added) const;
   void encode_plain(std::string_view text, std::vector<uint32_t>* ids) const;
+  void read_characters();
+  // The token of a character, or 2^32 - 1.
+  uint32_t character_token(uint32_t code, std::string_view character) const;
   void merge(std::string_view word, std::vector<uint32_t>* ids) const;
   bool find_merge(uint32_t left, uint32_t right, Merge* result) const;
 
-  uint32_t splitting_ = 0, num_tokens_ = 0, num_merged_ = 0;
+  Splitting splitting_ = Splitting::kNone;
+  uint32_t num_tokens_ = 0, num_merged_ = 0;
   bool composes_ = false, whole_tokens_ = false;
   Words byte_tokens_, starts_, merged_, merge_starts_, merge_rights_, merge_tokens_, merge_ranks_;
   std::string_view text_;
+  std::vector<uint32_t> characters_;  // tokens of the first 65,536 characters, if characters are merged
   std::vector<Added> first_, later_;  // matched before and after form C, each in ascending order of texts
 };
 

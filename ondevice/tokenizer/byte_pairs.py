@@ -1,5 +1,7 @@
 """`tokenizer.bin`: byte-level BPE as a table that native code reads where it lies in memory.
 
+`piece_table.py` is for tables of characters.
+
 `convert` writes it for a `tokenizer.json` whose rules the native code has. It encodes and decodes as the
 `tokenizers` library does, in a tenth of the memory.
 """
@@ -26,14 +28,19 @@ HEADER = struct.Struct("<8s9I")
 """Magic, version, splitting, flags, tokens, merged tokens, merges, added tokens, bytes of the added tokens'
 texts, bytes of all texts."""
 MAGIC = b"bytepair"
-COMPOSES, IGNORES_MERGES = 1, 2
+CHARACTERS = 5
+"""The way of splitting of a table that merges characters."""
+COMPOSES, IGNORES_MERGES, PUTS_SPACE = 1, 2, 4
 """Flags of a table."""
 SPECIAL, COMPOSED = 1, 2
 """Flags of an added token."""
+UNMATCHED = COMPOSED
+"""The second flag in a table that merges characters: a text's pieces never become this token by its name."""
 NO_TOKEN = (1 << 32) - 1
 """Stands for a byte without a token; it is left out."""
 MAX_TOKENS = 1 << 22
 MAX_TOKEN_BYTES = 4096
+MAX_ADDED_BYTES = 1 << 19
 _FILE = "tokenizer.bin"
 # Made by tests/tokenizer/unicode_tables.py. To the library these are ordinary characters: nothing moves past
 # them, and they are composed with nothing.
@@ -68,7 +75,8 @@ class BytePairTokenizer(Vocabulary):
         self.vocab_size = self._table.size
         self._letters = byte_letters()
         self._alphabet = {letter: byte for byte, letter in enumerate(self._letters)}
-        self._silent = frozenset({*self._table.special_tokens, *self._ends})
+        special = (self._table.added_tokens(flags) for flags in (SPECIAL, SPECIAL | COMPOSED))
+        self._silent = self._ends.union(*special)
         self.special_tokens = {name: token for token in self._silent if (name := self.piece(token))}
 
     def piece(self, token: int) -> str:
@@ -109,17 +117,23 @@ class BytePairTokenizer(Vocabulary):
         return ids
 
 
+def merges_characters(start: bytes) -> bool:
+    """Whether the table with these first bytes is one of characters."""
+    return len(start) >= HEADER.size and HEADER.unpack_from(start)[2] == CHARACTERS
+
+
 def table_bytes(start: bytes) -> int:
     """Upper bound of the bytes that reading a table takes in addition to its file.
 
     start: the file's first bytes. The pattern of special tokens' names takes 100 times their length, and each
-    name 250 bytes.
+    name 250 bytes; the tokens of characters take 256 KiB.
     """
     if len(start) < HEADER.size:
         raise BundleError(f"{_FILE} can't be used: it has {len(start)} bytes and ends in its header")
     *_, added, length, _ = (int(number) for number in HEADER.unpack_from(start)[1:])
     most = 4 * MAX_SPECIAL_CHARS
-    return 110 * min(length, most) + 250 * min(added, most) + (1 << 18)
+    fixed = 1 << (19 if merges_characters(start) else 18)
+    return 110 * min(length, most) + 250 * min(added, most) + fixed
 
 
 def composed(text: str) -> str:

@@ -1,11 +1,13 @@
 """Reads and vets the settings of text normalisation in a `tokenizer.model` before its library sees the file.
 
-The file is a protocol buffer (sentencepiece_model.proto). The library reads the vocabulary.
+The file is a protocol buffer (sentencepiece_model.proto). The library reads the vocabulary, except where a
+table is made of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from struct import unpack_from
 
 from ondevice.errors import BundleError
 from ondevice.records import dataclass
@@ -19,7 +21,9 @@ _MAX_NORMALIZED_BYTES = 1 << 16
 # Field numbers of ModelProto, NormalizerSpec and TrainerSpec, and of their fields.
 _PIECE, _TRAINER, _NORMALIZER, _SELF_TEST = 1, 2, 3, 4
 _CHARSMAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
-_SPACE_AS_SUFFIX = 24
+_MODEL_TYPE, _SPACE_AS_SUFFIX, _BYTE_FALLBACK = 3, 24, 35
+_TEXT, _SCORE, _KIND = 1, 2, 3
+_BPE = 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | _BYTES, 2, _ADD_DUMMY_PREFIX << 3 | _VARINT, 0])
 
@@ -35,6 +39,9 @@ class SentencePieceFile:
     leading_space: LeadingSpace
     piece_chars: int
     """Most characters that may be encoded at once."""
+    merges: bool
+    """Whether pieces merge by their scores, other characters become bytes, and a text isn't changed but for
+    spaces, which become marks, and the prefix."""
 
 
 def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
@@ -45,7 +52,8 @@ def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
     one stays unchanged: its pieces begin with a space where the text has one.
     """
     flags = {_ADD_DUMMY_PREFIX: 1, _REMOVE_EXTRA_SPACES: 1, _ESCAPE_SPACES: 1}
-    suffix, growth = 0, 1
+    trainer = {_MODEL_TYPE: 1, _SPACE_AS_SUFFIX: 0, _BYTE_FALLBACK: 0}
+    maps, growth = False, 1
     kept, start = [], 0
     for field, begin, at, end in _fields(data, 0, len(data)):
         if field == _SELF_TEST:
@@ -55,25 +63,49 @@ def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
         elif field == _NORMALIZER:
             for inner, _, value, inner_end in _fields(data, at, end):
                 if inner == _CHARSMAP:
+                    maps = maps or value < inner_end
                     growth = max(growth, _longest_replacement(data[value:inner_end]))
                 elif inner in flags:
                     flags[inner] = _number(data, value, inner_end)
         elif field == _TRAINER:
             for inner, _, value, inner_end in _fields(data, at, end):
-                suffix = _number(data, value, inner_end) if inner == _SPACE_AS_SUFFIX else suffix
+                if inner in trainer:
+                    trainer[inner] = _number(data, value, inner_end)
     if growth > MAX_GROWTH_BYTES:
         raise BundleError(
             f"tokenizer.model replaces a character by {growth} bytes; the limit is {MAX_GROWTH_BYTES}"
         )
     kept.append(data[start:])
     strips, adds = flags[_REMOVE_EXTRA_SPACES], flags[_ADD_DUMMY_PREFIX]
-    moves_prefix = adds and not strips and not suffix
+    moves_prefix = adds and not strips and not trainer[_SPACE_AS_SUFFIX]
     return SentencePieceFile(
         b"".join(kept) + (_NO_DUMMY_PREFIX if moves_prefix else b""),
         "" if not moves_prefix else SPACE_MARK if flags[_ESCAPE_SPACES] else " ",
         "each" if strips else "one" if adds else "keep",
         min(MAX_PIECE_CHARS, _MAX_NORMALIZED_BYTES // growth),
+        trainer[_MODEL_TYPE] == _BPE
+        and bool(trainer[_BYTE_FALLBACK] and flags[_ESCAPE_SPACES])
+        and not (maps or strips or trainer[_SPACE_AS_SUFFIX]),
     )
+
+
+def read_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
+    """Yields text, score and type of each piece of a `tokenizer.model` that its library has loaded.
+
+    Raises BundleError if it is damaged.
+    """
+    for field, _, at, end in _fields(data, 0, len(data)):
+        if field != _PIECE:
+            continue
+        text, score, kind = "", 0.0, 1
+        for inner, _, value, inner_end in _fields(data, at, end):
+            if inner == _TEXT:
+                text = data[value:inner_end].decode("utf-8", "replace")
+            elif inner == _SCORE and inner_end - value == 4:
+                score = unpack_from("<f", data, value)[0]
+            elif inner == _KIND:
+                kind = _number(data, value, inner_end)
+        yield text, score, kind
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:

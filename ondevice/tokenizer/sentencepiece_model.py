@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from ondevice.errors import BundleError
 from ondevice.tokenizer.base import (
     MAX_TOKEN_CHARS,
     SPACE_MARK,
-    Vocabulary,
     byte_of,
     library_errors,
     valid_unicode,
 )
-from ondevice.tokenizer.cutting import Piece
+from ondevice.tokenizer.pieces import MARKUP_PIECE, PieceVocabulary
 from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
 
-_MARKUP_PIECE = re.compile(r"<[^\s<>]*[A-Za-z][^\s<>]*>|\[[^\s\[\]]*[A-Za-z][^\s\[\]]*\]")
 
-
-class SentencePieceTokenizer(Vocabulary):
-    """The tokenizer of a `tokenizer.model`: sentencepiece's protobuf, with any of its algorithms.
-
-    Special tokens are control pieces, and user-defined pieces that look like markup (`<...>`, `[...]`). The
-    unknown piece and unused ones add nothing to a text.
-    """
+class SentencePieceTokenizer(PieceVocabulary):
+    """The tokenizer of a `tokenizer.model`: sentencepiece's protobuf, with any of its algorithms."""
 
     def __init__(self, data: bytes, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
         import sentencepiece
@@ -43,7 +35,7 @@ class SentencePieceTokenizer(Vocabulary):
             fills = zip(library.is_unused(ids), library.is_unknown(ids), strict=True)
             self._filling = frozenset(i for i, kinds in enumerate(fills) if any(kinds))
             control = {i for i, steers in enumerate(library.is_control(ids)) if steers}
-            marks = [i for i in ids if _MARKUP_PIECE.fullmatch(self._pieces[i]) and i not in control]
+            marks = [i for i in ids if MARKUP_PIECE.fullmatch(self._pieces[i]) and i not in control]
             # The library doesn't tell which pieces are user-defined; such a piece has score 0.
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
             self._silent = frozenset(control | user) | self._ends
@@ -67,41 +59,17 @@ class SentencePieceTokenizer(Vocabulary):
             return byte_of(piece)
         return piece.replace(SPACE_MARK, " ").encode()
 
-    def begins_word(self, token: int) -> bool:
-        return self.piece(token).startswith(SPACE_MARK)
-
     def _is_byte_or_unknown(self, token: int) -> bool:
         return bool(self._library.is_byte(token) or self._library.is_unknown(token))
-
-    def _fits(self, text: str) -> bool:
-        return True
 
     def _is_space(self, character: str) -> bool:
         # A library that strips spaces and puts one before every piece must not strip other white space.
         return character == " " if self.leading_space == "each" else character.isspace()
 
-    def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
-        text, first = piece.text, piece.first
-        ids: list[int] = []
-        start = 0
-        for match in self.special_pattern.finditer(text) if special else ():
-            ids += [*self._encode_plain(text[start : match.start()], first), self.special_tokens[match[0]]]
-            start, first = match.end(), True
-        return ids + self._encode_plain(text[start:], first)
-
-    def _encode_plain(self, text: str, first: bool) -> list[int]:
-        """Ids of text without special tokens. first: whether it begins a text, and so gets the prefix."""
-        text = valid_unicode(text)
-        if not text:
-            return []
-        if first:
-            text = self._prefix + text
+    def _merged(self, text: str) -> list[int]:
         with library_errors("tokenizer.model"):
             ids: list[int] = self._library.encode(text)
-        if self._silent.isdisjoint(ids):
-            return ids
-        # The library always turns user-defined names into their token, so they are spelt out as text.
-        return [part for i in ids for part in (self._spell(self._pieces[i]) if i in self._silent else (i,))]
+        return ids
 
     def _spell(self, piece: str) -> Iterator[int]:
         for character in piece:

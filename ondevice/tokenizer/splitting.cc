@@ -25,23 +25,10 @@ uint8_t classes_of(uint32_t code) {
   return after == std::begin(kClassRanges) ? 0 : std::prev(after)->classes;
 }
 
-// The character at `at`, from bytes that are valid UTF-8: behind an incomplete one the text ends.
 Character character(std::string_view text, size_t at) {
   if (at >= text.size()) return {0, kNoCharacter, at};
-  const auto byte = [&](size_t i) -> uint32_t {
-    return at + i < text.size() ? static_cast<uint8_t>(text[at + i]) : 0;
-  };
-  const uint32_t first = byte(0);
-  uint32_t code = first;
-  size_t length = 1;
-  if (first >= 0xF0) {
-    code = (first & 7) << 18 | (byte(1) & 63) << 12 | (byte(2) & 63) << 6 | (byte(3) & 63), length = 4;
-  } else if (first >= 0xE0) {
-    code = (first & 15) << 12 | (byte(1) & 63) << 6 | (byte(2) & 63), length = 3;
-  } else if (first >= 0xC0) {
-    code = (first & 31) << 6 | (byte(1) & 63), length = 2;
-  }
-  return {code, classes_of(code), std::min(at + length, text.size())};
+  const CodePoint first = first_character(text.substr(at));
+  return {first.code, classes_of(first.code), at + first.bytes};
 }
 
 bool is_newline(const Character& c) {
@@ -125,6 +112,17 @@ size_t cased_word(std::string_view text, int most_digits) {
 
 }  // namespace
 
+CodePoint first_character(std::string_view text) {
+  const auto byte = [&](size_t i) -> uint32_t { return i < text.size() ? static_cast<uint8_t>(text[i]) : 0; };
+  const uint32_t first = byte(0);
+  if (first < 0xC0) return {first, 1};
+  if (first < 0xE0) return {(first & 31) << 6 | (byte(1) & 63), std::min<size_t>(2, text.size())};
+  uint32_t code = (first & 15) << 12 | (byte(1) & 63) << 6 | (byte(2) & 63);
+  if (first < 0xF0) return {code, std::min<size_t>(3, text.size())};
+  code = (first & 7) << 18 | (byte(1) & 63) << 12 | (byte(2) & 63) << 6 | (byte(3) & 63);
+  return {code, std::min<size_t>(4, text.size())};
+}
+
 size_t first_part(Splitting splitting, std::string_view text) {
   if (splitting != Splitting::kGpt2Digits) return text.size();
   const size_t end =
@@ -142,6 +140,7 @@ size_t first_word(Splitting splitting, std::string_view part) {
     case Splitting::kThreeDigits:
       return cased_word(part, 3);
     case Splitting::kNone:
+    case Splitting::kCharacters:
       break;
   }
   return part.size();

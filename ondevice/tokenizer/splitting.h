@@ -14,8 +14,16 @@ enum class Splitting : uint32_t {
   kOneDigit = 3,     // (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*
                      // |\s*[\r\n]+|\s+(?!\S)|\s+
   kThreeDigits = 4,  // likewise, with \p{N}{1,3}
+  kCharacters = 5,   // the text is one word, of characters in place of bytes
 };
-constexpr uint32_t kSplittings = 5;
+constexpr uint32_t kSplittings = 6;
+
+struct CodePoint {
+  uint32_t code;
+  size_t bytes;
+};
+// The first character of `text`, which is valid UTF-8 and not empty: behind an incomplete one the text ends.
+CodePoint first_character(std::string_view text);
 
 // Length in bytes of the first part of `text`, beyond which no rule looks. Texts are valid UTF-8 and not
 // empty.

@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
@@ -25,6 +24,7 @@ from ondevice.converters.convert import convert
 from ondevice.generate import Generator
 from ondevice.model.sequence_state import KVLayout, SequenceState
 from ondevice.model.transformer import Transformer
+from ondevice.runtime.opening import open_tokenizer
 from tests.support.engines import BackendName, all_logits, bundle_weights, running
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import (
@@ -192,7 +192,6 @@ BEGINNINGS = (
     "In the forest there lived an old bear who",
     "Ben did not like to share his toys",
 )
-BOS = 1
 
 
 def stories_weights(path: Path) -> dict[str, np.ndarray]:
@@ -253,10 +252,9 @@ def stories_oracle(stories: Any, shared_data: Path) -> Any:
 
 
 def prompts(bundle: Path) -> list[list[int]]:
-    encoder = sentencepiece.SentencePieceProcessor(
-        model_proto=Bundle.open(bundle).read_small("tokenizer.model")
-    )
-    return [[BOS, *encoder.encode(text)] for text in BEGINNINGS]
+    tokenizer = open_tokenizer(Bundle.open(bundle))
+    assert tokenizer is not None
+    return [tokenizer.encode(text, add_bos=True) for text in BEGINNINGS]
 
 
 def continued(model: Transformer, prompt: list[int], **sampling: Any) -> list[int]:

@@ -15,6 +15,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.base import SourceFile, StoredTensor
 from ondevice.converters.checkpoints.llama2c import convert_tokenizer, is_llama2c
 from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.checkpoints.piece_table import piece_table
 from ondevice.converters.checkpoints.safetensors_file import floating, read_tensors
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -140,7 +141,7 @@ def test_a_llama2c_tokenizer_that_the_runtime_would_not_read(
     llama2c.write_checkpoint(tmp_path / "model.bin", Shape(), tied=True)
     pieces = [b"%d" % token + b" " * (100 if token >= 259 else 0) for token in range(300)]
     llama2c.write_vocabulary(tmp_path / "tok300.bin", llama2c.Vocabulary(pieces, [0.0] * 300))
-    assert open_checkpoint(tmp_path).tokenizer.info.kind == "sentencepiece"
+    assert open_checkpoint(tmp_path).tokenizer.info.kind == "byte_pairs"
     size = (tmp_path / "tok300.bin").stat().st_size
     limits = (
         (size - 1, f"tok300.bin is larger than {size - 1} bytes"),
@@ -191,9 +192,8 @@ def test_the_stories_model_tells_its_known_story(stories: Path, tmp_path: Path, 
     """The start of what llama2.c's own test expects of this model with a temperature of 0."""
     output = convert(stories, tmp_path / "b", "f16")
     bundle = Bundle.open(output)
-    assert bundle.read_small("tokenizer.model") == convert_tokenizer(
-        (stories / "tok512.bin").read_bytes(), 512, "tok512.bin"
-    )
+    model = convert_tokenizer((stories / "tok512.bin").read_bytes(), 512, "tok512.bin")
+    assert bundle.read_small("tokenizer.bin") == piece_table(model)
     assert (bundle.manifest.tokenizer.bos_id, bundle.manifest.tokenizer.eos_ids) == (1, (1, 2))
     tokens = tokenizer.encode(KNOWN_TEXT)
     with running(output) as model:

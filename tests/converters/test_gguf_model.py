@@ -19,6 +19,7 @@ import ondevice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.base import StoredTensor
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
+from ondevice.converters.checkpoints.llama2c import convert_tokenizer
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
@@ -244,7 +245,8 @@ def write_stories(path: Path, folder: Path) -> None:
         plain = replace(tensor, interleaved_head_dim=0)
         values = plain.vector() if len(plain.shape) == 1 else plain.rows(0, plain.shape[0])
         tensors[gguf_name(name)] = values
-    write_llama(path, checkpoint.config, checkpoint.tokenizer.blobs["tokenizer.model"], tensors)
+    vocabulary = convert_tokenizer((folder / "tok512.bin").read_bytes(), 512, "tok512.bin")
+    write_llama(path, checkpoint.config, vocabulary, tensors)
     checkpoint.close()
 
 
@@ -254,7 +256,7 @@ def test_a_real_model_is_the_same_from_llama2c_and_gguf(shared_data: Path, tmp_p
     bundle = convert(tmp_path / "stories260K.gguf", tmp_path / "mine", "q8")
     assert_same_bundle(bundle, convert(theirs, tmp_path / "theirs", "q8"))
     info = Bundle.open(bundle).manifest.tokenizer
-    assert (info.kind, info.bos_id, info.eos_ids, info.add_bos) == ("sentencepiece", 1, (2,), True)
+    assert (info.kind, info.bos_id, info.eos_ids, info.add_bos) == ("byte_pairs", 1, (2,), True)
     with ondevice.load(bundle) as model:
         text = model.generate("Once upon a time", max_tokens=12, temperature=0.0).text
     assert text.startswith(", there was a little girl named Lily")

@@ -13,10 +13,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ondevice.bundle.layout import TOKENIZER_FILES
-from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.bundle.manifest import TokenizerInfo, TokenizerKind
 from ondevice.bundle.reader import Bundle
 from ondevice.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from ondevice.converters.checkpoints import sentencepiece_model as proto
+from ondevice.converters.checkpoints.piece_table import piece_table
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.runtime.opening import open_tokenizer
@@ -43,11 +44,11 @@ def byte_level(bos: str | None = None, extra: int = 0) -> Tokenizer:
 BOS, EOT, EOS = 256, 257, 258
 
 
-def sentencepiece_model(extra: int = 0) -> bytes:
+def sentencepiece_model(extra: int = 0, **options: bool) -> bytes:
     pieces = [("<unk>", 0.0, proto.UNKNOWN), ("<s>", 0.0, proto.CONTROL), ("</s>", 0.0, proto.CONTROL)]
     pieces += [(f"<0x{byte:02X}>", 0.0, proto.BYTE) for byte in range(256)]
     pieces += [(f"x{i}", -float(i), proto.NORMAL) for i in range(extra)]
-    return proto.bpe_model(pieces, 0, 1, 2)
+    return proto.bpe_model(pieces, 0, 1, 2, **options)
 
 
 @pytest.fixture
@@ -90,11 +91,14 @@ def test_a_file_is_carried_over_as_it_is_unless_a_table_does_the_same(source: Pa
     assert tokenizer.encode("abc <eos>", add_bos=False, special=True) == library.encode("abc <eos>").ids
 
 
-def test_sentencepiece_alone(source: Path) -> None:
-    (source / "tokenizer.model").write_bytes(sentencepiece_model())
+@pytest.mark.parametrize("strips", [True, False])
+def test_sentencepiece_alone(source: Path, strips: bool) -> None:
+    data = sentencepiece_model(strips_spaces=strips)
+    (source / "tokenizer.model").write_bytes(data)
     info, bundle = converted(source)
-    assert info == TokenizerInfo("sentencepiece", bos_id=1, eos_ids=(2,), add_bos=True)
-    assert bundle.read_small("tokenizer.model") == sentencepiece_model()
+    kind: TokenizerKind = "sentencepiece" if strips else "byte_pairs"
+    assert info == TokenizerInfo(kind, bos_id=1, eos_ids=(2,), add_bos=True)
+    assert bundle.read_small(TOKENIZER_FILES[kind]) == (data if strips else piece_table(data))
 
 
 def test_tokens_added_to_a_sentencepiece_model_are_its_last_pieces(
@@ -113,9 +117,8 @@ def test_tokens_added_to_a_sentencepiece_model_are_its_last_pieces(
         info, bundle = converted(source)
     assert "left out" not in caplog.text
     assert info.eos_ids == (2, 260)
-    model = bundle.read_small("tokenizer.model")
-    assert model.startswith(sentencepiece_model())
-    tokenizer = load_tokenizer("sentencepiece", model, 1, info.eos_ids, True, vocab_size=VOCAB)
+    table = bundle.read_small("tokenizer.bin")
+    tokenizer = load_tokenizer("byte_pairs", table, 1, info.eos_ids, True, vocab_size=VOCAB)
     assert tokenizer.special_tokens == {
         "<s>": 1, "</s>": 2, "<pad>": 259, "<|im_end|>": 260, "<|im_start|>": 261,
     }  # fmt: skip
@@ -130,11 +133,11 @@ def test_added_tokens_that_are_text_decode_alike_by_both_routes(source: Path) ->
     (source / "tokenizer.model").write_bytes(sentencepiece_model())
     decoder = {str(259 + i): {"content": name, "special": False} for i, name in enumerate(names)}
     write_json(source / "tokenizer_config.json", added_tokens_decoder=decoder)
-    model = converted(source)[1].read_small("tokenizer.model")
+    table = converted(source)[1].read_small("tokenizer.bin")
     whole = byte_level()
     whole.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
     routes = (
-        load_tokenizer("sentencepiece", model, 1, (2,), False),
+        load_tokenizer("byte_pairs", table, 1, (2,), False),
         load_tokenizer("tokenizers", whole.to_str().encode(), BOS, (EOS,), False),
     )
     for tokenizer in routes:
@@ -156,9 +159,8 @@ def test_added_tokens_without_a_place_are_named(source: Path, caplog: pytest.Log
     for name in ("<gap>", "<s>", "<far>", "ud800", "'' (263)", "<other>", "<before>"):
         assert name in warning
     assert "<kept>" not in warning
-    assert bundle.read_small("tokenizer.model") == sentencepiece_model() + proto.piece_fields(
-        [("<kept>", -1.0, proto.USER_DEFINED)]
-    )
+    kept = proto.piece_fields([("<kept>", -1.0, proto.USER_DEFINED)])
+    assert bundle.read_small("tokenizer.bin") == piece_table(sentencepiece_model() + kept)
 
 
 @pytest.mark.parametrize(("processor", "settings", "bos_id", "add_bos"), [
@@ -393,7 +395,7 @@ def test_real_tokenizers(tmp_path: Path, shared_data: Path) -> None:
     model = (shared_data / "tokenizers" / "llama2" / "tokenizer.model").read_bytes()
     (llama / "tokenizer.model").write_bytes(model)
     info = Bundle.open(convert(llama, tmp_path / "b1")).manifest.tokenizer
-    assert info == TokenizerInfo("sentencepiece", 1, (2,), True)
+    assert info == TokenizerInfo("byte_pairs", 1, (2,), True)
     minimind = write_checkpoint(tmp_path / "minimind", vocab_size=6400, num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (minimind / name).write_bytes((shared_data / "tokenizers" / "minimind" / name).read_bytes())

@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from ondevice.api import load, write_slice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.byte_pair_table import byte_pair_table
+from ondevice.converters.checkpoints.piece_table import piece_table
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.model_config import ExpertsSpec, LatentSpec, cut_places
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
@@ -161,6 +162,10 @@ def _write_tokenizers(folder: Path) -> None:
         table = byte_pair_table(read_tokenizer_file((folder / "tokenizers" / name).read_bytes()))
         assert table is not None
         (folder / "byte_pairs" / name).write_bytes(table)
+    pieces = train_sentencepiece(user_defined_symbols=["<turn>"], remove_extra_whitespaces=False)
+    table = piece_table(pieces)
+    assert table is not None
+    (folder / "byte_pairs" / "pieces").write_bytes(table)
 
 
 def _pattern_tokenizer() -> Tokenizer:
