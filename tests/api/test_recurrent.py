@@ -47,7 +47,7 @@ def every_hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 OTHER_KINDS = (
     *("qwen3 next", "lfm2 moe", "granite hybrid moe", "nemotron h moe", "falcon h1", "falcon h1 norm"),
-    *("deepseek v2", "deepseek v3 moe", "glm4 moe lite", "mimo v2 moe wide"),
+    *("deepseek v2 moe", "deepseek v3 moe", "glm4 moe lite", "mimo v2 moe wide"),
 )
 
 

@@ -43,7 +43,7 @@ def most_rows(found: Parts) -> int:
 CASES_OF = [
     ("dense", "auto", 4),
     ("dense", "resident", 3),
-    ("exact", "lookup", 4),
+    ("exact", "auto", 4),
     ("exact", "resident", 3),
     ("predicted", "recycling", 3),
     ("experts", "auto", 4),
