@@ -236,7 +236,7 @@ class _MessageReader:
             raise BundleError(f"a token id is not from 0 to {self._config.vocab_size - 1}")
         taps = section.integers("taps", MAX_TAPS, 0, MAX_ROWS)
         _require_ascending(taps, "taps")
-        branches, streamed = section.boolean("branches"), section.optional_section("streamed")
+        branches, streamed = section.boolean("branches"), section.nullable("streamed", Section.section)
         rows = None if streamed is None else _streamed_rows(streamed, len(ids))
         section.close()
         state = self._state(top.section("state"))
