@@ -80,7 +80,7 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
             "model": SHA256,
             "measured_tokens": (Section.integer, 1, 1 << 48),
             "in_memory": (Section.integer, 0, layers * experts.count),
-            "points": (Section.objects, MAX_CHOSEN, ExpertCost, point),
+            "points": (Section.entries, MAX_CHOSEN, ExpertCost, point),
         }
     )
     costs = ExpertCosts(**values)

@@ -94,7 +94,7 @@ def parse_expert_use(data: bytes, manifest: Manifest) -> ExpertUse:
         {
             "model": SHA256,
             **dict.fromkeys(("tokens", "replayed_tokens"), (Section.integer, 1, MAX_TOKENS)),
-            "points": (Section.objects, MAX_POINTS, HitPoint, point),
+            "points": (Section.entries, MAX_POINTS, HitPoint, point),
             "sha256": SHA256,
         }
     )

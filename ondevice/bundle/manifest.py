@@ -50,7 +50,6 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
 """Largest size in bytes of each file that is read at once, by name: as much as the runtime accepts."""
-_MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
 _MAX_CRCS = 1 << 40
@@ -322,7 +321,7 @@ def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:
         "eos_ids": tokens,
         "add_bos": (Section.boolean,),
     }
-    values = section.values(rules, {"infill": (Section.object, InfillTokens, marks)})
+    values = section.values(rules, {"infill": (Section.entry, InfillTokens, marks)})
     del values["file"]
     info = TokenizerInfo(**values)
     if info.add_bos and info.bos_id is None:
@@ -366,7 +365,7 @@ def _parse_file(section: Section) -> FileEntry:
         {
             "sha256": (_hash,),
             "bytes": (Section.integer, 0, MAX_FILE_BYTES),
-            "crc": (Section.nullable, Section.object, CrcRange, crc_range),
+            "crc": (Section.nullable, Section.entry, CrcRange, crc_range),
         }
     )
     return FileEntry(nbytes=values.pop("bytes"), **values)

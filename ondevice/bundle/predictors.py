@@ -165,7 +165,7 @@ def _parse_points(section: Section, key: str, config: ModelConfig) -> tuple[Oper
         "perplexity": (Section.nullable, Section.number, 0.0, 1e30),
         "agreement": (Section.nullable, Section.number, 0.0, 1.0),
     }
-    points: tuple[OperatingPoint, ...] = section.objects(key, MAX_POINTS, OperatingPoint, rules)
+    points: tuple[OperatingPoint, ...] = section.entries(key, MAX_POINTS, OperatingPoint, rules)
     recalls = [point.recall for point in points]
     if not recalls or recalls != sorted(set(recalls)):
         raise BundleError(f"{section.where}.points must be one or more, of ascending recall")

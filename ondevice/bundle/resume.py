@@ -179,7 +179,7 @@ def _parse(folder: Path, data: bytes) -> ResumeState:
         root.text("origin", 64),
         _claims(root, "sources", SourceStamp, stamp),
         _claims(root, "files", FileClaim, claim),
-        root.nullable("resident", Section.object, ResidentClaim, resident),
+        root.nullable("resident", Section.entry, ResidentClaim, resident),
         {name: options.text(name, _MAX_OPTION_CHARS) for name in options.names},
     )
     root.close()
@@ -188,7 +188,7 @@ def _parse(folder: Path, data: bytes) -> ResumeState:
 
 def _claims(root: Section, key: str, kind: type[T], rules: dict[str, Rule]) -> dict[str, T]:
     section = root.section(key)
-    return {name: section.object(name, kind, rules) for name in section.names}
+    return {name: section.entry(name, kind, rules) for name in section.names}
 
 
 def _checked(path: Path, claim: FileClaim, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:

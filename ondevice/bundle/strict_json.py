@@ -118,11 +118,11 @@ class Section:
             for index, value in enumerate(self._list(key, most))
         )
 
-    def object(self, key: str, kind: type[T], rules: Mapping[str, Rule]) -> T:
+    def entry(self, key: str, kind: type[T], rules: Mapping[str, Rule]) -> T:
         """An object as the dataclass `kind`. rules: of `values`."""
         return kind(**self.section(key).values(rules))
 
-    def objects(self, key: str, most: int, kind: type[T], rules: Mapping[str, Rule]) -> tuple[T, ...]:
+    def entries(self, key: str, most: int, kind: type[T], rules: Mapping[str, Rule]) -> tuple[T, ...]:
         """A list of at most `most` objects as dataclasses `kind`."""
         return tuple(kind(**section.values(rules)) for section in self.sections(key, most))
 
