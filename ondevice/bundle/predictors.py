@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
 
-from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     BITS,
@@ -115,11 +115,6 @@ def predictor_tensors(
     return tensors
 
 
-def predictors_layout(config: ModelConfig, predictors: Predictors) -> FileLayout:
-    """Size, header and checksum units of `predictors.safetensors`."""
-    return tensors_layout(predictor_tensors(config, predictors.bits, predictors.ranks))
-
-
 def predictors_text(predictors: Predictors) -> bytes:
     """The bytes of `predictors.json`."""
     return sidecar_text(PREDICTORS_SIDECAR, {**PREDICTORS_SIDECAR.facts, **asdict(predictors)})
@@ -129,7 +124,7 @@ def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
     """The parsed `predictors.json`. Raises BundleError if damaged, out of range, or made for other
     weights."""
     predictors = _parse(parse_sidecar(PREDICTORS_SIDECAR, data), manifest.config)
-    layout = predictors_layout(manifest.config, predictors)
+    layout = tensors_layout(predictor_tensors(manifest.config, predictors.bits, predictors.ranks))
     check_sidecar(PREDICTORS_SIDECAR, manifest, predictors.model, layout, predictors.crcs)
     return predictors
 

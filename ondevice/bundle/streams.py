@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal, get_args
 
-from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     BITS,
@@ -131,11 +131,6 @@ def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, T
     return tensors
 
 
-def streams_layout(config: ModelConfig, streams: MultiStreams) -> FileLayout:
-    """Size, header and checksum units of `streams.safetensors`."""
-    return tensors_layout(stream_tensors(config, streams))
-
-
 def streams_text(streams: MultiStreams) -> bytes:
     """The bytes of `streams.json`."""
     content = {**STREAMS_SIDECAR.facts, **asdict(streams)}
@@ -160,7 +155,7 @@ def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
 def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
     """The parsed `streams.json`. Raises BundleError if damaged, out of range, or made for other weights."""
     streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
-    layout = streams_layout(manifest.config, streams)
+    layout = tensors_layout(stream_tensors(manifest.config, streams))
     check_sidecar(STREAMS_SIDECAR, manifest, streams.model, layout, streams.crcs)
     return streams
 
