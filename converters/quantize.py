@@ -1,7 +1,7 @@
 """Group-affine quantisation of weight rows, `w = scale * q + bias`, and its error.
 
-The native kernel does the work. `quantize_reference` defines every bit of its result and is what tests
-compare it with.
+The native kernel does the work. `tests/support/quantize_reference.py` defines every bit of its result, and is
+what tests compare it with.
 Legend: R rows, C columns, G groups of 32 or 64 columns. A format that is given as its bits alone has groups
 of 64.
 """
@@ -20,7 +20,6 @@ from ondevice.bundle.codes import (
     E2M1,
     E8M0_NAN,
     MAX_POWER,
-    pack,
     powers,
     unpack,
     values_of_table,
@@ -36,10 +35,6 @@ Weights = NDArray[Any]
 
 Float32 = NDArray[np.float32]
 Stored: TypeAlias = RowFormat | Bits
-CUTS = tuple(np.float32(cut) for cut in (0.0, 0.04, 0.08))
-"""Shares of a group's range that the search's starting points cut off at an end."""
-FITS = 4
-"""Times that scale and bias are fitted to the codes by least squares."""
 _SAMPLED_ROWS = 4
 
 
@@ -174,7 +169,7 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
     more = row_format(stored).bits - 1 if row_format(stored).implied_bias else 0
     limit = np.uint16((31 - more) << 10)
     if ((scales.view(np.uint16) & 0x7FFF) >= limit).any() or not np.isfinite(biases).all():
-        raise _bad_values(name)
+        raise bad_values(name)
     return QuantizedRows(source.codes, scales, biases)
 
 
@@ -182,7 +177,7 @@ def _check_headers(headers: NDArray[np.uint8], stored: RowFormat, name: str) -> 
     """Raises CheckpointError unless every float16 in headers (R, bytes) is finite."""
     each = headers.reshape(-1, stored.header_bytes)[:, : stored.upper_bytes]
     if not np.isfinite(np.ascontiguousarray(each).view(np.float16)).all():
-        raise _bad_values(name)
+        raise bad_values(name)
 
 
 def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str) -> QuantizedRows:
@@ -197,144 +192,8 @@ def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str
     codes = np.empty((rows, layout.codes_bytes), dtype=np.uint8)
     scales, biases = (np.empty((rows, layout.scales_bytes // 2), dtype=np.uint16) for _ in range(2))
     if not _native.quantize_rows(runner, weights, layout.stored, codes, scales, biases):
-        raise _bad_values(name)
+        raise bad_values(name)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
-
-
-def quantize_reference(weights: Weights, stored: Stored, name: str = "weights") -> QuantizedRows:
-    """The definition of `quantize`, in numpy. Each line is one float32 operation, in order.
-
-    At 4, 5 and 6 bits, with top = 15, 31 and 63, for the n real columns of a group (padding takes no part),
-    sums running over them in order:
-
-        low, high = min(w), max(w);  range = |high - low|
-        nine starts, for cut_low in CUTS, for cut_high in CUTS:
-            scale = range * (1 - cut_low - cut_high) / top
-            bias  = low + cut_low * range
-        a tenth start: as at 8 bits, with this top
-        from the best start, FITS times, with t = w - bias and q its codes:
-            scale = (n * sum(q * t) - sum(q) * sum(t)) / (n * sum(q * q) - sum(q) * sum(q))
-            bias  = bias + (sum(t) - scale * sum(q)) / n                 (least squares, given the codes)
-
-    Each scale and bias is rounded to float16 and widened again before it is used, and
-
-        q     = round_half_even(clip((w - bias) * (1 / scale), 0, top)), or 0 where scale is 0
-        error = sum((scale * q - (w - bias))^2)
-
-    The first scale and bias with the least error are stored; an error that isn't finite is never the least.
-
-    At 8 bits, with top = 255:
-
-        scale     = (high - low) / top, negated unless |low| > |high|
-        bias      = low if |low| > |high| else high        (the end of the range that is further from zero)
-        q0        = round_half_even(bias / scale), or 0 where scale is 0
-        scale     = bias / q0 where q0 isn't 0             (so that zero has a code of its own)
-        scale, bias are rounded to float16, and widened again
-        q         = clip(round_half_even((w - bias) / scale), 0, top), or 0 where scale is 0
-
-    In a group of zeros that bias keeps the sign of the group's first element. Padding has q = 0; a group of
-    padding alone has scale and bias 0.
-    At 16 bits the values are rounded to float16, and padding is 0.
-    Raises CheckpointError if a value isn't finite as float16.
-    """
-    rows, cols = weights.shape
-    layout = RowLayout(cols, *row_format(stored))
-    bits, size = layout.bits, layout.group_size
-    if bits == 16:
-        return _half_reference(weights, layout.padded_cols, name)
-    groups = -(-cols // size)
-    w = np.zeros((rows, groups * size), dtype=np.float32)
-    w[:, :cols] = to_float32(weights)
-    w = w.reshape(rows, groups, size)
-    real = np.arange(groups * size).reshape(groups, size) < cols
-    with np.errstate(all="ignore"):
-        if not np.isfinite(w.astype(np.float16)).all():
-            raise _bad_values(name)
-        if bits < 8:
-            top = (1 << bits) - 1
-            fits, rest = [_fit_reference(w[:, : cols // size], top)], cols % size
-            if rest:
-                fits.append(_fit_reference(w[:, cols // size :, :rest], top))
-            scale, bias = (np.concatenate(values, axis=1)[:, :, None] for values in zip(*fits, strict=True))
-            q = _codes(w - bias, scale, top)
-        else:
-            low = np.where(real, w, np.inf).min(axis=2)
-            high = np.where(real, w, -np.inf).max(axis=2)
-            scale, bias = _range_reference(low, high, 255)
-            bias = np.where(bias == 0, w[:, :, 0], bias)
-            scale, bias = (x.astype(np.float16).astype(np.float32)[:, :, None] for x in (scale, bias))
-            q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
-    all_codes = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
-    codes = pack(all_codes, bits)
-    codes = np.pad(codes, ((0, 0), (0, layout.codes_bytes - codes.shape[1])))
-    empty = ((0, 0), (0, layout.groups - groups))
-    scales, biases = (np.pad(x[:, :, 0].astype(np.float16), empty) for x in (scale, bias))
-    return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
-
-
-def _fit_reference(w: Float32, top: int) -> tuple[Float32, Float32]:
-    """Scale and bias, (R, G) float16 values as float32, of the groups w (R, G, n) at 4 to 6 bits."""
-    low, high, n = w.min(axis=2), w.max(axis=2), np.float32(w.shape[2])
-    width, one = np.abs(high - low), np.float32(1)
-    best = np.stack([np.full_like(low, np.inf), np.zeros_like(low), np.zeros_like(low)])
-
-    def try_out(scale: Float32, bias: Float32) -> tuple[Float32, Float32, Float32]:
-        """Keep what is better than `best`. Returns the scale and bias as rounded, and the weights' codes."""
-        scale, bias = (x.astype(np.float16).astype(np.float32) for x in (scale, bias))
-        t = w - bias[:, :, None]
-        q = _codes(t, scale[:, :, None], top)
-        error = _sum_in_order((scale[:, :, None] * q - t) ** 2)
-        np.copyto(best, np.stack([error, scale, bias]), where=error < best[0])
-        return scale, bias, q
-
-    for cut_low in CUTS:
-        for cut_high in CUTS:
-            try_out(width * (one - cut_low - cut_high) / np.float32(top), low + cut_low * width)
-    try_out(*_range_reference(low, high, top))
-    scale, bias = best[1], best[2]
-    for _ in range(FITS):
-        scale, bias, q = try_out(scale, bias)
-        t = w - bias[:, :, None]
-        sum_q, sum_t, sum_qq, sum_qt = (_sum_in_order(x) for x in (q, t, q * q, q * t))
-        scale = (n * sum_qt - sum_q * sum_t) / (n * sum_qq - sum_q * sum_q)
-        scale = scale.astype(np.float16).astype(np.float32)
-        bias = bias + (sum_t - scale * sum_q) / n
-    try_out(scale, bias)
-    return best[1], best[2]
-
-
-def _codes(t: Float32, scale: Float32, top: int) -> Float32:
-    """Codes of t = w - bias, before padding is set to 0. A t that isn't a number has any code."""
-    inverse = np.where(scale != 0, np.float32(1) / scale, np.float32(0))
-    return np.rint(np.clip(t * inverse, np.float32(0), np.float32(top)))
-
-
-def _sum_in_order(x: Float32) -> Float32:
-    """Sums over the last axis, from its first element to its last."""
-    total = np.zeros(x.shape[:-1], dtype=np.float32)
-    for i in range(x.shape[-1]):
-        total += x[..., i]
-    return total
-
-
-def _range_reference(low: Float32, high: Float32, top: int) -> tuple[Float32, Float32]:
-    """Scale and bias, not rounded yet, of groups whose codes 0 to `top` span the range from low to high."""
-    from_low = np.abs(low) > np.abs(high)
-    scale = (high - low) / np.float32(top)
-    scale = np.where(from_low, scale, -scale)
-    bias = np.where(from_low, low, high)
-    q0 = np.where(scale != 0, np.rint(bias / scale), np.float32(0))
-    return np.where(q0 != 0, bias / q0, scale), bias
-
-
-def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedRows:
-    half = np.zeros((len(weights), padded_cols), dtype=np.float16)
-    with np.errstate(over="ignore", under="ignore"):
-        half[:, : weights.shape[1]] = to_float32(weights)
-    if not np.isfinite(half).all():
-        raise _bad_values(name)
-    empty = np.empty((len(weights), 0), dtype=np.float16)
-    return QuantizedRows(half.view(np.uint8), empty, empty)
 
 
 def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> NDArray[np.float32]:
@@ -388,7 +247,7 @@ def quantize_encoded(
     """`quantize` of encoded columns at 4 to 8 bits. Raises CheckpointError as it does."""
     rows = source.quantised(runner, stored)
     if rows is None:
-        raise _bad_values(name)
+        raise bad_values(name)
     return rows
 
 
@@ -441,7 +300,8 @@ def _dequantized(runner: _native.Runner, rows: QuantizedRows, stored: Stored) ->
     return out
 
 
-def _bad_values(name: str) -> CheckpointError:
+def bad_values(name: str) -> CheckpointError:
+    """The error about a tensor with values that no format holds."""
     return CheckpointError(
         f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was not "
         "saved properly; download it again, or save it again in float32 with finite weights"

@@ -5,7 +5,6 @@ MLX writes such folders too. Where it has quantised them, `mlx_folder` says what
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from typing import Any
@@ -50,8 +49,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SHARDS = 1 << 11
 MAX_TENSORS = 1 << 17
 """Most tensors in all shards; the largest mixtures of experts have 100,000."""
-
-logger = logging.getLogger(__name__)
 
 
 def open_huggingface(folder: SourceFolder) -> Checkpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from ondevice.errors import DownloadError
 
 OnFile = Callable[[str, int, int], None]
 """Called after each file of a download with its name, the bytes done and the bytes in all."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.model_section import drop_plain_experts, parse_experts, parse_latent
-from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_bits, parse_sidecar, sidecar_text
-from ondevice.bundle.strict_json import Section
+from ondevice.bundle.model_section import object_section, read_object
+from ondevice.bundle.sidecar import (
+    BITS,
+    CRCS,
+    SHA256,
+    Sidecar,
+    check_sidecar,
+    parse_sidecar,
+    sidecar_text,
+)
+from ondevice.bundle.strict_json import Rule, Section
 from ondevice.config import GROUP_SIZE, RowFormat
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model_config import (
@@ -39,13 +47,14 @@ from ondevice.model_config import (
 from ondevice.records import dataclass
 
 DraftLayerKind = Literal["eagle", "mtp"]
-DRAFT_LAYERS_VERSION = 1
+_FACTS = {"version": 1, "group_size": GROUP_SIZE}
 EAGLE_SIDECAR = Sidecar(
     "eagle",
     "eagle.json",
     "eagle.safetensors",
     "ondevice convert HEADS --draft-for {model}",
     "every --speculation but `eagle`",
+    _FACTS,
 )
 MTP_SIDECAR = Sidecar(
     "mtp",
@@ -53,6 +62,7 @@ MTP_SIDECAR = Sidecar(
     "mtp.safetensors",
     "ondevice convert CHECKPOINT --draft-for {model}",
     "every --speculation but `mtp`",
+    _FACTS,
 )
 SIDECAR_OF: Mapping[str, Sidecar] = {"eagle": EAGLE_SIDECAR, "mtp": MTP_SIDECAR}
 EAGLE_TAPS = 3
@@ -280,10 +290,9 @@ def draft_layer_text(layer: DraftLayer) -> bytes:
         for name, value in asdict(layer).items()
         if value is not None and value != _PLAIN.get(name)
     }
-    if "experts" in facts:
-        drop_plain_experts(facts["experts"])
-    content = {"version": DRAFT_LAYERS_VERSION, "group_size": GROUP_SIZE, **facts}
-    return sidecar_text(layer.sidecar, content)
+    if layer.experts is not None:
+        facts["experts"] = object_section(layer.experts)
+    return sidecar_text(layer.sidecar, {**layer.sidecar.facts, **facts})
 
 
 def check_draft_layer(layer: DraftLayer, target: ModelConfig) -> None:
@@ -302,61 +311,45 @@ def parse_draft_layer(sidecar: Sidecar, data: bytes, manifest: Manifest) -> Draf
 
 
 def _parse(section: Section, target: ModelConfig) -> DraftLayer:
-    section.equal("version", DRAFT_LAYERS_VERSION)
-    section.equal("group_size", GROUP_SIZE)
-    names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
-    sizes: dict[str, Any] = {name: section.integer(name, 1, SIZE_LIMITS[name]) for name in names}
-    blocks = _parse_blocks(section)
-    of_experts = "experts" in blocks
-    layer = DraftLayer(
-        kind=cast(DraftLayerKind, section.one_of("kind", get_args(DraftLayerKind))),
-        model=section.text("model", 64),
-        bits=parse_bits(section),
-        taps=section.integers("taps", EAGLE_TAPS, 0, target.model_layers),
-        **sizes,
-        neurons=section.integer("neurons", 0 if of_experts else 1, SIZE_LIMITS["intermediate_size"]),
-        activation=cast(Activation, section.one_of("activation", ACTIVATIONS)),
-        eps=section.number("eps", 1e-12, 0.5),
-        frequencies=section.numbers("frequencies", SIZE_LIMITS["head_dim"], 0.0, 1.0),
-        magnitude=section.number("magnitude", 1e-6, 1e6),
-        qkv_bias=section.boolean("qkv_bias"),
-        output_bias=section.boolean("output_bias"),
-        head_norm=section.boolean("head_norm"),
-        output_gates=section.boolean("output_gates"),
-        residual_normed=section.boolean("residual_normed"),
-        states_normed=section.boolean("states_normed"),
-        own_head=section.boolean("own_head"),
-        own_embeddings=section.boolean("own_embeddings"),
-        tokens=section.integer("tokens", 1, target.vocab_size),
-        **blocks,
-        sha256=section.text("sha256", 64),
-        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
-    )
-    section.close()
-    _check(layer, section.where, target)
-    return layer
-
-
-def _parse_blocks(section: Section) -> dict[str, Any]:
-    """The optional fields. Raises BundleError."""
-    blocks: dict[str, Any] = {}
+    flags = ("qkv_bias", "output_bias", "head_norm", "output_gates", "residual_normed", "states_normed")
+    rules: dict[str, Rule] = {
+        "kind": (Section.one_of, get_args(DraftLayerKind)),
+        "model": SHA256,
+        "bits": BITS,
+        "taps": (Section.integers, EAGLE_TAPS, 0, target.model_layers),
+        **{
+            name: (Section.integer, 1, SIZE_LIMITS[name])
+            for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
+        },
+        "neurons": (
+            Section.integer,
+            0 if "experts" in section.names else 1,
+            SIZE_LIMITS["intermediate_size"],
+        ),
+        "activation": (Section.one_of, ACTIVATIONS),
+        "eps": (Section.number, 1e-12, 0.5),
+        "frequencies": (Section.numbers, SIZE_LIMITS["head_dim"], 0.0, 1.0),
+        "magnitude": (Section.number, 1e-6, 1e6),
+        **dict.fromkeys((*flags, "own_head", "own_embeddings"), (Section.boolean,)),
+        "tokens": (Section.integer, 1, target.vocab_size),
+        "sha256": SHA256,
+        "crcs": CRCS,
+    }
+    if "latent" in section.names:
+        rules |= {"latent": (read_object, LatentSpec), "scale": (Section.number, 0.0, MAX_FACTOR)}
+    blocks: dict[str, Rule] = {
+        "window": (Section.integer, 1, SIZE_LIMITS["max_context"]),
+        "sinks": (Section.boolean,),
+        "value_dim": (Section.integer, 1, SIZE_LIMITS["head_dim"]),
+        "out_factor": (Section.number, 0.0, MAX_FACTOR),
+        "experts": (read_object, ExpertsSpec),
+    }
     try:
-        if "latent" in section.names:
-            blocks["latent"] = parse_latent(section.section("latent"))
-            blocks["scale"] = section.number("scale", 0.0, MAX_FACTOR)
-        if "window" in section.names:
-            blocks["window"] = section.integer("window", 1, SIZE_LIMITS["max_context"])
-        if "sinks" in section.names:
-            blocks["sinks"] = section.boolean("sinks")
-        if "value_dim" in section.names:
-            blocks["value_dim"] = section.integer("value_dim", 1, SIZE_LIMITS["head_dim"])
-        if "out_factor" in section.names:
-            blocks["out_factor"] = section.number("out_factor", 0.0, MAX_FACTOR)
-        if "experts" in section.names:
-            blocks["experts"] = parse_experts(section.section("experts"))
+        layer = DraftLayer(**section.values(rules, blocks))
     except UnsupportedModelError as error:
         raise BundleError(f"{section.where}: {error}") from error
-    return blocks
+    _check(layer, section.where, target)
+    return layer
 
 
 def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:

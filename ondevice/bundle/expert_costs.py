@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
+from ondevice.bundle.sidecar import SHA256, Sidecar, parse_sidecar, require_weights, sidecar_text
 from ondevice.bundle.strict_json import Section
 from ondevice.errors import BundleError
-from ondevice.model_config import MAX_CHOSEN, ExpertsSpec
+from ondevice.model_config import MAX_CHOSEN
 from ondevice.records import dataclass
 
 EXPERT_COSTS_SIDECAR = Sidecar(
@@ -22,7 +22,6 @@ EXPERT_COSTS_SIDECAR = Sidecar(
     "ondevice train expert-costs --model {model} --text FILE",
     "everything",
 )
-EXPERT_COSTS_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ExpertCosts:
 
 def expert_costs_text(costs: ExpertCosts) -> bytes:
     """The bytes of `expert_costs.json`."""
-    return sidecar_text(EXPERT_COSTS_SIDECAR, {"version": EXPERT_COSTS_VERSION, **asdict(costs)})
+    return sidecar_text(EXPERT_COSTS_SIDECAR, {**EXPERT_COSTS_SIDECAR.facts, **asdict(costs)})
 
 
 def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
@@ -71,17 +70,21 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
     experts = config.experts
     assert experts is not None
     layers = sum(layer.experts is not None for layer in config.layers)
-    section.equal("version", EXPERT_COSTS_VERSION)
-    points = section.sections("points", MAX_CHOSEN)
-    costs = ExpertCosts(
-        model=section.text("model", 64),
-        measured_tokens=section.integer("measured_tokens", 1, 1 << 48),
-        in_memory=section.integer("in_memory", 0, layers * experts.count),
-        points=tuple(_parse_point(point, experts) for point in points),
+    point = {
+        "experts": (Section.integer, 1, experts.chosen),
+        "perplexity": (Section.nullable, Section.number, 0.0, 1e30),
+        **dict.fromkeys(("agreement", "hits"), (Section.number, 0.0, 1.0)),
+    }
+    values = section.values(
+        {
+            "model": SHA256,
+            "measured_tokens": (Section.integer, 1, 1 << 48),
+            "in_memory": (Section.integer, 0, layers * experts.count),
+            "points": (Section.entries, MAX_CHOSEN, ExpertCost, point),
+        }
     )
-    section.close()
-    if costs.model != weights_digest(manifest):
-        raise BundleError(f"{EXPERT_COSTS_SIDECAR.manifest} was made for other weights than these")
+    costs = ExpertCosts(**values)
+    require_weights(EXPERT_COSTS_SIDECAR, manifest, costs.model)
     counts = [point.experts for point in costs.points]
     if not counts or counts[0] != experts.chosen or len(set(counts)) < len(counts):
         raise BundleError(
@@ -89,14 +92,3 @@ def parse_expert_costs(data: bytes, manifest: Manifest) -> ExpertCosts:
             "and name no number twice"
         )
     return costs
-
-
-def _parse_point(section: Section, experts: ExpertsSpec) -> ExpertCost:
-    point = ExpertCost(
-        experts=section.integer("experts", 1, experts.chosen),
-        perplexity=section.optional_number("perplexity", 1e30),
-        agreement=section.number("agreement", 0.0, 1.0),
-        hits=section.number("hits", 0.0, 1.0),
-    )
-    section.close()
-    return point

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import MAX_POINTS, Sidecar, parse_sidecar, sidecar_text, weights_digest
+from ondevice.bundle.sidecar import (
+    MAX_POINTS,
+    SHA256,
+    Sidecar,
+    parse_sidecar,
+    require_weights,
+    sidecar_text,
+)
 from ondevice.bundle.strict_json import Section
 from ondevice.errors import BundleError
 from ondevice.hashing import sha256_hex
@@ -32,7 +39,6 @@ EXPERT_USE_SIDECAR = Sidecar(
     "ondevice train expert-use --model {model} --text FILE",
     "every mode",
 )
-EXPERT_USE_VERSION = 1
 COUNTS_TENSOR = "counts"
 MAX_TOKENS = (1 << 32) - 1
 
@@ -76,30 +82,27 @@ def expert_use_layout(config: ModelConfig) -> FileLayout:
 
 def expert_use_text(use: ExpertUse) -> bytes:
     """The bytes of `expert_use.json`."""
-    return sidecar_text(EXPERT_USE_SIDECAR, {"version": EXPERT_USE_VERSION, **asdict(use)})
+    return sidecar_text(EXPERT_USE_SIDECAR, {**EXPERT_USE_SIDECAR.facts, **asdict(use)})
 
 
 def parse_expert_use(data: bytes, manifest: Manifest) -> ExpertUse:
     """The parsed `expert_use.json`. Raises BundleError if damaged, out of range, or made for other
     weights."""
     layers, experts = _shape(manifest.config)
-    section = parse_sidecar(EXPERT_USE_SIDECAR, data)
-    section.equal("version", EXPERT_USE_VERSION)
-    use = ExpertUse(
-        model=section.text("model", 64),
-        tokens=section.integer("tokens", 1, MAX_TOKENS),
-        replayed_tokens=section.integer("replayed_tokens", 1, MAX_TOKENS),
-        points=tuple(
-            _parse_point(point, layers * experts) for point in section.sections("points", MAX_POINTS)
-        ),
-        sha256=section.text("sha256", 64),
+    point = {"experts": (Section.integer, 1, layers * experts), "hits": (Section.number, 0.0, 1.0)}
+    values = parse_sidecar(EXPERT_USE_SIDECAR, data).values(
+        {
+            "model": SHA256,
+            **dict.fromkeys(("tokens", "replayed_tokens"), (Section.integer, 1, MAX_TOKENS)),
+            "points": (Section.entries, MAX_POINTS, HitPoint, point),
+            "sha256": SHA256,
+        }
     )
-    section.close()
+    use = ExpertUse(**values)
     sizes = [point.experts for point in use.points]
     if not sizes or sizes != sorted(set(sizes)):
         raise BundleError(f"{EXPERT_USE_MANIFEST}: its points must be one or more, of ascending experts")
-    if use.model != weights_digest(manifest):
-        raise BundleError(f"{EXPERT_USE_MANIFEST} was made for other weights than these")
+    require_weights(EXPERT_USE_SIDECAR, manifest, use.model)
     return use
 
 
@@ -125,12 +128,6 @@ def parse_expert_counts(data: bytes, use: ExpertUse, config: ModelConfig) -> NDA
             f"{config.experts.chosen} experts in each layer"
         )
     return counts
-
-
-def _parse_point(section: Section, most: int) -> HitPoint:
-    point = HitPoint(section.integer("experts", 1, most), section.number("hits", 0.0, 1.0))
-    section.close()
-    return point
 
 
 def _shape(config: ModelConfig) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
+from ondevice.bundle.sidecar import SHA256, Sidecar, parse_sidecar, require_weights, sidecar_text
+from ondevice.bundle.strict_json import Section
 from ondevice.errors import BundleError
 from ondevice.hashing import sha256_hex
 from ondevice.model_config import ModelConfig
@@ -32,7 +33,6 @@ HOTNESS_SIDECAR = Sidecar(
     "ondevice train predictors --model {model} --text FILE",
     "every mode",
 )
-HOTNESS_VERSION = 1
 FREQUENCY_TENSOR = "frequency"
 
 
@@ -61,21 +61,14 @@ def hotness_layout(config: ModelConfig) -> FileLayout:
 
 def hotness_text(hotness: Hotness) -> bytes:
     """The bytes of `hotness.json`."""
-    return sidecar_text(HOTNESS_SIDECAR, {"version": HOTNESS_VERSION, **asdict(hotness)})
+    return sidecar_text(HOTNESS_SIDECAR, {**HOTNESS_SIDECAR.facts, **asdict(hotness)})
 
 
 def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
     """`hotness.json` parsed. Raises BundleError if it is damaged, out of range, or made for other weights."""
-    section = parse_sidecar(HOTNESS_SIDECAR, data)
-    section.equal("version", HOTNESS_VERSION)
-    hotness = Hotness(
-        model=section.text("model", 64),
-        tokens=section.integer("tokens", 1, 1 << 48),
-        sha256=section.text("sha256", 64),
-    )
-    section.close()
-    if hotness.model != weights_digest(manifest):
-        raise BundleError(f"{HOTNESS_MANIFEST} was made for other weights than these")
+    rules = {"model": SHA256, "tokens": (Section.integer, 1, 1 << 48), "sha256": SHA256}
+    hotness = Hotness(**parse_sidecar(HOTNESS_SIDECAR, data).values(rules))
+    require_weights(HOTNESS_SIDECAR, manifest, hotness.model)
     return hotness
 
 

@@ -35,7 +35,7 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.quantization_section import parse_quantization, quantization_section
-from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.bundle.strict_json import Rule, Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.config import QuantConfig, SamplingConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
@@ -50,7 +50,6 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
 """Largest size in bytes of each file that is read at once, by name: as much as the runtime accepts."""
-_MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
 _MAX_CRCS = 1 << 40
@@ -194,7 +193,7 @@ def parse_manifest(data: bytes) -> Manifest:
         root.equal("per_layer", _layout_json(config.vocab_size, per_layer_layout(config, quant)))
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
     generation = _parse_generation(root.section("generation"))
-    provenance = _parse_provenance(root.section("provenance"))
+    provenance = Provenance(**root.section("provenance").values(*_PROVENANCE))
     files = _parse_files(root.section("files"), bundle_files(config, tokenizer))
     part_of = _hash(root, "part_of") if config.part != FULL_MODEL else None
     root.close()
@@ -259,18 +258,10 @@ def _check_records(root: Section, key: str, expected: dict[str, Any] | None, con
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    tokenizer = asdict(manifest.tokenizer) | {
-        "file": manifest.tokenizer.file,
-        "eos_ids": list(manifest.tokenizer.eos_ids),
-    }
+    tokenizer = asdict(manifest.tokenizer) | {"file": manifest.tokenizer.file}
     if manifest.tokenizer.infill is None:
         del tokenizer["infill"]
-    else:
-        tokenizer["infill"] |= {"ends": list(manifest.tokenizer.infill.ends)}
-    provenance = asdict(manifest.provenance) | {
-        "notes": list(manifest.provenance.notes),
-        "quantisation_error": dict(manifest.provenance.quantisation_error),
-    }
+    provenance = asdict(manifest.provenance)
     if manifest.provenance.ordered_tokens is None:
         del provenance["ordered_tokens"]
     files = {
@@ -314,42 +305,28 @@ def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:
     kind = section.get("kind")
     if kind is not None and section.text("kind", 32) not in get_args(TokenizerKind):
         raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(TOKENIZER_FILES)}")
-    template = section.get("chat_template")
-    if template is not None:
+    section.equal("file", None if kind is None else TOKENIZER_FILES[kind])
+    if section.get("chat_template") is not None:
         section.equal("chat_template", CHAT_TEMPLATE)
-    bos_id = section.get("bos_id")
-    info = TokenizerInfo(
-        kind=kind,
-        bos_id=None if bos_id is None else section.integer("bos_id", 0, vocab_size - 1),
-        eos_ids=section.integers("eos_ids", _MAX_EOS, 0, vocab_size - 1),
-        add_bos=section.boolean("add_bos"),
-        chat_template=template,
-        infill=_parse_infill(section.section("infill"), vocab_size) if "infill" in section.names else None,
-    )
-    section.equal("file", info.file)
+    token: Rule = (Section.integer, 0, vocab_size - 1)
+    tokens: Rule = (Section.integers, _MAX_EOS, 0, vocab_size - 1)
+    marks: dict[str, Rule] = {
+        **dict.fromkeys(("prefix", "suffix"), token),
+        **dict.fromkeys(("middle", "repository", "file"), (Section.nullable, *token)),
+        "ends": tokens,
+    }
+    rules: dict[str, Rule] = {
+        **dict.fromkeys(("kind", "chat_template", "file"), (Section.get,)),
+        "bos_id": (Section.nullable, *token),
+        "eos_ids": tokens,
+        "add_bos": (Section.boolean,),
+    }
+    values = section.values(rules, {"infill": (Section.entry, InfillTokens, marks)})
+    del values["file"]
+    info = TokenizerInfo(**values)
     if info.add_bos and info.bos_id is None:
         raise BundleError("manifest.tokenizer.add_bos is true, but there is no bos_id")
-    section.close()
     return info
-
-
-def _parse_infill(section: Section, vocab_size: int) -> InfillTokens:
-    def token(key: str) -> int:
-        return section.integer(key, 0, vocab_size - 1)
-
-    def optional_token(key: str) -> int | None:
-        return None if section.get(key) is None else token(key)
-
-    marks = InfillTokens(
-        prefix=token("prefix"),
-        suffix=token("suffix"),
-        middle=optional_token("middle"),
-        repository=optional_token("repository"),
-        file=optional_token("file"),
-        ends=section.integers("ends", _MAX_EOS, 0, vocab_size - 1),
-    )
-    section.close()
-    return marks
 
 
 def _parse_generation(section: Section) -> dict[str, float]:
@@ -366,25 +343,8 @@ def _parse_generation(section: Section) -> dict[str, float]:
     return values
 
 
-def _parse_provenance(section: Section) -> Provenance:
-    fingerprint = section.get("fingerprint")
-    provenance = Provenance(
-        source=section.text("source", 1024),
-        source_format=section.text("source_format", 64),
-        converter_version=section.text("converter_version", 64),
-        quantisation_error=_parse_errors(section.section("quantisation_error")),
-        notes=section.texts("notes", 64, 1024),
-        fingerprint=None if fingerprint is None else section.text("fingerprint", 128),
-        # The key may be missing, as some bundles are older than it.
-        ordered_tokens=section.integer("ordered_tokens", 1, _MAX_TEXT_TOKENS)
-        if "ordered_tokens" in section.names
-        else None,
-    )
-    section.close()
-    return provenance
-
-
-def _parse_errors(section: Section) -> dict[str, float]:
+def _errors(root: Section, key: str) -> dict[str, float]:
+    section = root.section(key)
     for name in section.names:
         if len(section.names) > 64 or not _TENSOR_KIND.fullmatch(name):
             raise BundleError(f"{section.where} has the name {name[:40]!a} among {len(section.names)}")
@@ -395,21 +355,20 @@ def _parse_files(section: Section, expected: tuple[str, ...]) -> dict[str, FileE
     for name in section.names:
         if not _SAFE_NAME.fullmatch(name):
             raise BundleError(f"manifest.files has the unsafe name {name[:80]!a}")
-    files = {name: _parse_file(section.section(name)) for name in expected}
-    section.close()
-    return files
+    entries = section.values({name: (Section.section,) for name in expected})
+    return {name: _parse_file(entry) for name, entry in entries.items()}
 
 
 def _parse_file(section: Section) -> FileEntry:
-    sha256 = _hash(section, "sha256")
-    crc = section.optional_section("crc")
-    entry = FileEntry(
-        nbytes=section.integer("bytes", 0, MAX_FILE_BYTES),
-        sha256=sha256,
-        crc=None if crc is None else _parse_crc(crc),
+    crc_range: dict[str, Rule] = dict.fromkeys(("offset", "count"), (Section.integer, 0, _MAX_CRCS))
+    values = section.values(
+        {
+            "sha256": (_hash,),
+            "bytes": (Section.integer, 0, MAX_FILE_BYTES),
+            "crc": (Section.nullable, Section.entry, CrcRange, crc_range),
+        }
     )
-    section.close()
-    return entry
+    return FileEntry(nbytes=values.pop("bytes"), **values)
 
 
 def _hash(section: Section, name: str) -> str:
@@ -419,7 +378,15 @@ def _hash(section: Section, name: str) -> str:
     return digest
 
 
-def _parse_crc(section: Section) -> CrcRange:
-    crc = CrcRange(section.integer("offset", 0, _MAX_CRCS), section.integer("count", 0, _MAX_CRCS))
-    section.close()
-    return crc
+_PROVENANCE: tuple[dict[str, Rule], dict[str, Rule]] = (
+    {
+        "source": (Section.text, 1024),
+        "source_format": (Section.text, 64),
+        "converter_version": (Section.text, 64),
+        "quantisation_error": (_errors,),
+        "notes": (Section.texts, 64, 1024),
+        "fingerprint": (Section.nullable, Section.text, 128),
+    },
+    {"ordered_tokens": (Section.integer, 1, _MAX_TEXT_TOKENS)},
+)
+"""Rules of the key `provenance`. Some bundles are older than its last key."""

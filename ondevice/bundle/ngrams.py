@@ -11,29 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text
-from ondevice.bundle.strict_json import canonical_json
+from ondevice.bundle.sidecar import SHA256, Sidecar, parse_sidecar, sidecar_text
+from ondevice.bundle.strict_json import Section, canonical_json
 from ondevice.errors import BundleError
 from ondevice.hashing import sha256_hex
 from ondevice.records import dataclass
 
 NGRAMS = "ngrams.safetensors"
 NGRAMS_MANIFEST = "ngrams.json"
-NGRAMS_SIDECAR = Sidecar(
-    "ngrams",
-    NGRAMS_MANIFEST,
-    NGRAMS,
-    "ondevice train ngrams --model {model} --text FILE",
-    "every --speculation but `ngrams`",
-)
-NGRAMS_VERSION = 1
 WINDOW = 11
 """Tokens of a row: a context and its continuation."""
 MAX_CONTEXT = 3
@@ -44,6 +35,14 @@ PAGE_ROWS = PAGE_BYTES // (4 * (WINDOW + 1))
 """Rows of a page: W tokens and a count each."""
 NO_TOKEN = (1 << 32) - 1
 """Fills a row after its last token. It is larger than every token."""
+NGRAMS_SIDECAR = Sidecar(
+    "ngrams",
+    NGRAMS_MANIFEST,
+    NGRAMS,
+    "ondevice train ngrams --model {model} --text FILE",
+    "every --speculation but `ngrams`",
+    {"version": 1, "window": WINDOW, "max_context": MAX_CONTEXT, "page_bytes": PAGE_BYTES},
+)
 MAX_PAGES = 1 << 16
 MAX_TOKENS = (1 << 32) - 1
 
@@ -97,8 +96,7 @@ def index_bytes(ngrams: Ngrams) -> int:
 
 def ngrams_text(ngrams: Ngrams, crcs: tuple[int, ...]) -> bytes:
     """The bytes of `ngrams.json`."""
-    content = {"version": NGRAMS_VERSION, **_shape(), **asdict(ngrams), "crcs": crcs}
-    return sidecar_text(NGRAMS_SIDECAR, content)
+    return sidecar_text(NGRAMS_SIDECAR, {**NGRAMS_SIDECAR.facts, **asdict(ngrams), "crcs": crcs})
 
 
 def parse_ngrams(data: bytes, manifest: Manifest) -> tuple[Ngrams, tuple[int, ...]]:
@@ -106,19 +104,18 @@ def parse_ngrams(data: bytes, manifest: Manifest) -> tuple[Ngrams, tuple[int, ..
 
     Raises BundleError if damaged, out of range, or made with another tokenizer.
     """
-    section = parse_sidecar(NGRAMS_SIDECAR, data)
-    section.equal("version", NGRAMS_VERSION)
-    for name, value in _shape().items():
-        section.equal(name, value)
-    ngrams = Ngrams(
-        tokenizer=section.text("tokenizer", 64),
-        tokens=section.integer("tokens", 1, MAX_TOKENS),
-        pages=section.integer("pages", 1, MAX_PAGES),
-        frequent=section.integer("frequent", 0, MAX_PAGES),
-        sha256=section.text("sha256", 64),
+    values = parse_sidecar(NGRAMS_SIDECAR, data).values(
+        {
+            "tokenizer": SHA256,
+            "tokens": (Section.integer, 1, MAX_TOKENS),
+            "pages": (Section.integer, 1, MAX_PAGES),
+            "frequent": (Section.integer, 0, MAX_PAGES),
+            "sha256": SHA256,
+            "crcs": (Section.integers, 2 * MAX_PAGES, 0, (1 << 32) - 1),
+        }
     )
-    crcs = section.integers("crcs", 2 * MAX_PAGES, 0, (1 << 32) - 1)
-    section.close()
+    crcs: tuple[int, ...] = values.pop("crcs")
+    ngrams = Ngrams(**values)
     if ngrams.tokenizer != tokenizer_digest(manifest):
         raise BundleError(f"{NGRAMS_MANIFEST} was made with another tokenizer than this model's")
     layout = ngrams_layout(ngrams.pages, ngrams.frequent)
@@ -126,7 +123,3 @@ def parse_ngrams(data: bytes, manifest: Manifest) -> tuple[Ngrams, tuple[int, ..
     if len(crcs) != expected:
         raise BundleError(f"{NGRAMS_MANIFEST} has {len(crcs)} checksums; it needs {expected}")
     return ngrams, crcs
-
-
-def _shape() -> dict[str, Any]:
-    return {"window": WINDOW, "max_context": MAX_CONTEXT, "page_bytes": PAGE_BYTES}

@@ -12,15 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
 
-from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
+    BITS,
+    CRCS,
     MAX_POINTS,
+    SHA256,
+    TOKENS,
     Sidecar,
     check_sidecar,
-    parse_bits,
-    parse_part_of,
     parse_sidecar,
+    part_rule,
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
@@ -31,7 +34,6 @@ from ondevice.records import dataclass
 
 PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"
-PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
 PREDICTORS_SIDECAR = Sidecar(
     "predictors",
@@ -39,6 +41,7 @@ PREDICTORS_SIDECAR = Sidecar(
     PREDICTORS,
     "ondevice train predictors --model {model} --text FILE",
     "every --sparsity but `predicted`",
+    {"version": 1, "group_size": GROUP_SIZE},
 )
 
 
@@ -112,52 +115,52 @@ def predictor_tensors(
     return tensors
 
 
-def predictors_layout(config: ModelConfig, predictors: Predictors) -> FileLayout:
-    """Size, header and checksum units of `predictors.safetensors`."""
-    return tensors_layout(predictor_tensors(config, predictors.bits, predictors.ranks))
-
-
 def predictors_text(predictors: Predictors) -> bytes:
     """The bytes of `predictors.json`."""
-    content = {"version": PREDICTORS_VERSION, "group_size": GROUP_SIZE, **asdict(predictors)}
-    return sidecar_text(PREDICTORS_SIDECAR, content)
+    return sidecar_text(PREDICTORS_SIDECAR, {**PREDICTORS_SIDECAR.facts, **asdict(predictors)})
 
 
 def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
     """The parsed `predictors.json`. Raises BundleError if damaged, out of range, or made for other
     weights."""
     predictors = _parse(parse_sidecar(PREDICTORS_SIDECAR, data), manifest.config)
-    layout = predictors_layout(manifest.config, predictors)
+    layout = tensors_layout(predictor_tensors(manifest.config, predictors.bits, predictors.ranks))
     check_sidecar(PREDICTORS_SIDECAR, manifest, predictors.model, layout, predictors.crcs)
     return predictors
 
 
 def _parse(section: Section, config: ModelConfig) -> Predictors:
-    section.equal("version", PREDICTORS_VERSION)
-    section.equal("group_size", GROUP_SIZE)
-    ranks = section.integers("ranks", config.num_layers, GROUP_SIZE, MAX_RANK)
-    if len(ranks) != config.num_layers or any(rank % GROUP_SIZE for rank in ranks):
+    values = section.values(
+        {
+            "ranks": (Section.integers, config.num_layers, GROUP_SIZE, MAX_RANK),
+            "model": SHA256,
+            "bits": BITS,
+            "trained_tokens": TOKENS,
+            "measured_tokens": TOKENS,
+            "perplexity": (Section.nullable, Section.number, 0.0, 1e30),
+            "points": (_parse_points, config),
+            "sha256": SHA256,
+            "crcs": CRCS,
+            **part_rule(config),
+        }
+    )
+    predictors = Predictors(**values)
+    if len(predictors.ranks) != config.num_layers or any(rank % GROUP_SIZE for rank in predictors.ranks):
         raise BundleError(
             f"predictors.ranks must hold {config.num_layers} multiples of {GROUP_SIZE}, one per layer"
         )
-    predictors = Predictors(
-        model=section.text("model", 64),
-        bits=parse_bits(section),
-        ranks=ranks,
-        trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
-        measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
-        perplexity=section.optional_number("perplexity", 1e30),
-        points=_parse_points(section, config),
-        sha256=section.text("sha256", 64),
-        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
-        part_of=parse_part_of(section, config),
-    )
-    section.close()
     return predictors
 
 
-def _parse_points(section: Section, config: ModelConfig) -> tuple[OperatingPoint, ...]:
-    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
+def _parse_points(section: Section, key: str, config: ModelConfig) -> tuple[OperatingPoint, ...]:
+    rules = {
+        "recall": (Section.number, 0.0, 1.0),
+        "offsets": (_per_layer, config, -1e9, 1e9),
+        **dict.fromkeys(("false_negatives", "false_positives", "selected"), (_per_layer, config, 0.0, 1.0)),
+        "perplexity": (Section.nullable, Section.number, 0.0, 1e30),
+        "agreement": (Section.nullable, Section.number, 0.0, 1.0),
+    }
+    points: tuple[OperatingPoint, ...] = section.entries(key, MAX_POINTS, OperatingPoint, rules)
     recalls = [point.recall for point in points]
     if not recalls or recalls != sorted(set(recalls)):
         raise BundleError(f"{section.where}.points must be one or more, of ascending recall")
@@ -165,20 +168,6 @@ def _parse_points(section: Section, config: ModelConfig) -> tuple[OperatingPoint
         if not is_target(recall):
             raise BundleError(f"{section.where}.points: recall is {recall:g}; it must be {TARGET_RANGE}")
     return points
-
-
-def _parse_point(section: Section, config: ModelConfig) -> OperatingPoint:
-    point = OperatingPoint(
-        recall=section.number("recall", 0.0, 1.0),
-        offsets=_per_layer(section, "offsets", config, -1e9, 1e9),
-        false_negatives=_per_layer(section, "false_negatives", config, 0.0, 1.0),
-        false_positives=_per_layer(section, "false_positives", config, 0.0, 1.0),
-        selected=_per_layer(section, "selected", config, 0.0, 1.0),
-        perplexity=section.optional_number("perplexity", 1e30),
-        agreement=section.optional_number("agreement", 1.0),
-    )
-    section.close()
-    return point
 
 
 def _per_layer(

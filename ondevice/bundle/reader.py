@@ -202,7 +202,9 @@ class Bundle:
         """Adapters that draft the tokens after the next one; None if the bundle has none."""
         self.hotness = self._sidecar_content(HOTNESS_SIDECAR, self._read_hotness)
         """Metadata of the counts of how often neurons fire; None if the bundle has none."""
-        self.expert_costs = self._sidecar_content(EXPERT_COSTS_SIDECAR, self._read_expert_costs)
+        self.expert_costs = self._sidecar_content(
+            EXPERT_COSTS_SIDECAR, lambda data: parse_expert_costs(data, manifest)
+        )
         """Costs of lossy options of a model with experts; None if the bundle has none."""
         self.expert_use = self._sidecar_content(EXPERT_USE_SIDECAR, self._read_expert_use)
         """Metadata of the counts of experts' choices, and hit rates of caches; None if the bundle has
@@ -450,7 +452,9 @@ class Bundle:
                 return None
             data = content
             check_sidecar_possible(sidecar, self.config)
-            return read(data)
+            parsed = read(data)
+            self.bundle_bytes += len(data)
+            return parsed
         except BundleError as error:
             self._note_damage(sidecar, error, says_lossless(data))
             return None
@@ -471,75 +475,58 @@ class Bundle:
     def _read_predictors(self, data: bytes) -> Predictors:
         predictors = parse_predictors(data, self.manifest)
         tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
-        self._add_tensors(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
+        self._add_tensors(PREDICTORS_SIDECAR, tensors, predictors.crcs, predictors.sha256)
         return predictors
 
     def _read_streams(self, data: bytes) -> MultiStreams:
         streams = parse_streams(data, self.manifest)
         tensors = stream_tensors(self.config, streams)
-        self._add_tensors(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
+        self._add_tensors(STREAMS_SIDECAR, tensors, streams.crcs, streams.sha256)
         return streams
 
     def _read_draft_layer(self, sidecar: Sidecar, data: bytes) -> DraftLayer:
         layer = parse_draft_layer(sidecar, data, self.manifest)
         tensors = draft_layer_tensors(layer, self.config)
-        self._add_tensors(sidecar, len(data), tensors, layer.crcs, layer.sha256)
+        self._add_tensors(sidecar, tensors, layer.crcs, layer.sha256)
         return layer
 
     def _read_ngrams(self, data: bytes) -> Ngrams:
         ngrams, crcs = parse_ngrams(data, self.manifest)
         layout = ngrams_layout(ngrams.pages, ngrams.frequent)
-        self._add(NGRAMS_SIDECAR, len(data), layout, crcs, ngrams.sha256)
+        self._add(NGRAMS_SIDECAR, layout, crcs, ngrams.sha256)
         return ngrams
 
     def _add_tensors(
-        self,
-        sidecar: Sidecar,
-        manifest_bytes: int,
-        tensors: Mapping[str, TensorSpec],
-        crcs: Sequence[int],
-        sha256: str,
+        self, sidecar: Sidecar, tensors: Mapping[str, TensorSpec], crcs: Sequence[int], sha256: str
     ) -> None:
         """Add a sidecar whose tensors are read by name."""
-        self._add(sidecar, manifest_bytes, tensors_layout(tensors), crcs, sha256)
+        self._add(sidecar, tensors_layout(tensors), crcs, sha256)
         self._spans |= tensor_spans(sidecar.tensors, tensors)
 
-    def _add(
-        self,
-        sidecar: Sidecar,
-        manifest_bytes: int,
-        layout: FileLayout,
-        crcs: Sequence[int],
-        sha256: str,
-    ) -> None:
+    def _add(self, sidecar: Sidecar, layout: FileLayout, crcs: Sequence[int], sha256: str) -> None:
         name = sidecar.tensors
         nbytes = check_tensors(sidecar, self._folder, layout)
         file = CheckedFile.of(self._folder / name, nbytes, layout, np.array(crcs, dtype=np.uint32))
         self.sidecar_files[name] = SidecarFile(sidecar, file, layout, sha256)
-        self.bundle_bytes += manifest_bytes + nbytes
+        self.bundle_bytes += nbytes
 
     def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)
         frequencies = self._read_frequencies()
         # Checked now, as they are few bytes: damaged hotness counts as absent.
         parse_frequencies(frequencies, hotness, self.config)
-        self.bundle_bytes += len(data) + len(frequencies)
+        self.bundle_bytes += len(frequencies)
         return hotness
 
     def _read_frequencies(self) -> bytes:
         return read_file(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
-
-    def _read_expert_costs(self, data: bytes) -> ExpertCosts:
-        costs = parse_expert_costs(data, self.manifest)
-        self.bundle_bytes += len(data)
-        return costs
 
     def _read_expert_use(self, data: bytes) -> ExpertUse:
         use = parse_expert_use(data, self.manifest)
         counts = self._read_expert_counts()
         # Checked now, as hotness is.
         parse_expert_counts(counts, use, self.manifest.config)
-        self.bundle_bytes += len(data) + len(counts)
+        self.bundle_bytes += len(counts)
         return use
 
     def _read_expert_counts(self) -> bytes:

@@ -10,17 +10,20 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from pathlib import Path
+from typing import TypeVar
 
 from ondevice.bundle.digest import Crc32c, FileDigest, digest_prefix
 from ondevice.bundle.file_layouts import FileLayout
 from ondevice.bundle.files import read_file, temporary_path, write_durably
 from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import MAX_FILE_BYTES, Manifest, model_json, parse_manifest
-from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
+from ondevice.bundle.strict_json import MAX_JSON_BYTES, Rule, Section, canonical_json, parse_json
 from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
+
+T = TypeVar("T")
 
 STATE_FILE = "resume.json"
 _MAX_TENSORS = 1 << 20
@@ -164,32 +167,28 @@ def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, Sourc
 
 def _parse(folder: Path, data: bytes) -> ResumeState:
     root = Section(parse_json(data, STATE_FILE), STATE_FILE)
-    files, sources, options = root.section("files"), root.section("sources"), root.section("options")
-    resident = root.optional_section("resident")
+    options, most = root.section("options"), (1 << 63) - 1
+    claim: dict[str, Rule] = {"nbytes": (Section.integer, 0, MAX_FILE_BYTES), "sha256": (Section.text, 64)}
+    resident = claim | {"tensors": (Section.integer, 0, _MAX_TENSORS)}
+    stamp: dict[str, Rule] = {
+        "nbytes": (Section.integer, 0, most),
+        "modified_ns": (Section.integer, ~most, most),
+    }
     state = ResumeState(
         folder,
         root.text("origin", 64),
-        {name: _parse_stamp(sources.section(name)) for name in sources.names},
-        {name: _parse_claim(files.section(name)) for name in files.names},
-        None if resident is None else _parse_resident(resident),
+        _claims(root, "sources", SourceStamp, stamp),
+        _claims(root, "files", FileClaim, claim),
+        root.nullable("resident", Section.entry, ResidentClaim, resident),
         {name: options.text(name, _MAX_OPTION_CHARS) for name in options.names},
     )
     root.close()
     return state
 
 
-def _parse_claim(section: Section) -> FileClaim:
-    return FileClaim(section.integer("nbytes", 0, MAX_FILE_BYTES), section.text("sha256", 64))
-
-
-def _parse_stamp(section: Section) -> SourceStamp:
-    least, most = -(1 << 63), (1 << 63) - 1
-    return SourceStamp(section.integer("nbytes", 0, most), section.integer("modified_ns", least, most))
-
-
-def _parse_resident(section: Section) -> ResidentClaim:
-    claim = _parse_claim(section)
-    return ResidentClaim(claim.nbytes, claim.sha256, section.integer("tensors", 0, _MAX_TENSORS))
+def _claims(root: Section, key: str, kind: type[T], rules: dict[str, Rule]) -> dict[str, T]:
+    section = root.section(key)
+    return {name: section.entry(name, kind, rules) for name in section.names}
 
 
 def _checked(path: Path, claim: FileClaim, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:

@@ -10,8 +10,9 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from ondevice.bundle.file_layouts import FileLayout
 from ondevice.bundle.files import contained, read_file, read_range
@@ -23,13 +24,18 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
+from ondevice.bundle.strict_json import MAX_JSON_BYTES, Rule, Section, canonical_json, parse_json
 from ondevice.errors import BundleError
 from ondevice.hashing import sha256_hex
 from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.records import dataclass
 
 MAX_POINTS = 16
+BITS: Rule = (lambda section, key: read_bits(section, key),)
+SHA256: Rule = (Section.text, 64)
+TOKENS: Rule = (Section.integer, 0, 1 << 48)
+CRCS: Rule = (Section.integers, 1 << 16, 0, (1 << 32) - 1)
+"""Rules of values that several sidecars have."""
 NO_PREDICTORS = (
     "a statistical cutoff takes all of a token's gates, so they are in memory and say themselves which "
     "neurons count"
@@ -44,6 +50,7 @@ class Sidecar:
 
     key: of the content in the JSON file. manifest, tensors: names of the two files; the latter is empty for a
     sidecar without tensors. command: makes them for a {model}. unaffected: the modes that run without them.
+    facts: values of the content that are the same in every file.
     """
 
     key: str
@@ -51,6 +58,7 @@ class Sidecar:
     tensors: str
     command: str
     unaffected: str
+    facts: Mapping[str, Any] = field(default_factory=lambda: {"version": 1})
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -119,7 +127,7 @@ def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:
     """The bytes of the JSON file. `part_of` is written only in slices."""
-    content = {name: value for name, value in content.items() if name != "part_of" or value}
+    content = {name: it for name, it in content.items() if name != "part_of" or it}
     document = {sidecar.key: content, "sha256": sha256_hex(canonical_json(content))}
     return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
 
@@ -132,34 +140,45 @@ def read_sidecar(sidecar: Sidecar, folder: Path) -> bytes | None:
 
 
 def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
-    """The content of the JSON file. Raises BundleError if it doesn't match its own sha256."""
+    """The content of the JSON file, without the facts.
+
+    Raises BundleError if it doesn't match its own sha256, or has other facts.
+    """
     document = Section(parse_json(data, sidecar.manifest), sidecar.manifest)
     content = document.get(sidecar.key)
     if document.get("sha256") != sha256_hex(canonical_json(content)):
         raise BundleError(f"{sidecar.manifest} doesn't match its own sha256: it was damaged or edited")
     document.close()
-    return Section(content, sidecar.key)
+    section = Section(content, sidecar.key)
+    for name, value in sidecar.facts.items():
+        section.equal(name, value)
+    return section
 
 
-def parse_part_of(section: Section, config: ModelConfig) -> str:
-    """The hash of the complete model's sidecar in a slice's; "" in a complete model's. Raises BundleError."""
-    return section.text("part_of", 64) if config.part != FULL_MODEL else ""
+def part_rule(config: ModelConfig) -> dict[str, Rule]:
+    """The rule of `part_of`, the hash of the complete model's sidecar, which only slices have."""
+    return {"part_of": SHA256} if config.part != FULL_MODEL else {}
 
 
-def parse_bits(section: Section) -> Literal[4, 8, 16]:
+def read_bits(section: Section, key: str) -> int:
     """The width of a sidecar's codes; 16: plain float16. Raises BundleError."""
-    bits = section.integer("bits", 1, 64)
+    bits = section.integer(key, 1, 64)
     if bits not in (4, 8, 16):
-        raise BundleError(f"{section.where}.bits is {bits}; it must be 4, 8 or 16")
-    return cast(Literal[4, 8, 16], bits)
+        raise BundleError(f"{section.where}.{key} is {bits}; it must be 4, 8 or 16")
+    return bits
+
+
+def require_weights(sidecar: Sidecar, manifest: Manifest, model: str) -> None:
+    """Raises BundleError if the sidecar is for other weights."""
+    if model != weights_digest(manifest):
+        raise BundleError(f"{sidecar.manifest} was made for other weights than these")
 
 
 def check_sidecar(
     sidecar: Sidecar, manifest: Manifest, model: str, layout: FileLayout, crcs: Sequence[int]
 ) -> None:
     """Raises BundleError if the sidecar is for other weights or has the wrong number of checksums."""
-    if model != weights_digest(manifest):
-        raise BundleError(f"{sidecar.manifest} was made for other weights than these")
+    require_weights(sidecar, manifest, model)
     expected = layout.crc_count(layout.nbytes or 0)
     if len(crcs) != expected:
         raise BundleError(f"{sidecar.manifest} has {len(crcs)} checksums; it needs {expected}")

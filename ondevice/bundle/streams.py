@@ -12,16 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
-from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
+from ondevice.bundle.file_layouts import TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
+    BITS,
+    CRCS,
+    SHA256,
+    TOKENS,
     Sidecar,
     check_sidecar,
-    parse_bits,
-    parse_part_of,
     parse_sidecar,
+    part_rule,
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
@@ -32,13 +35,13 @@ from ondevice.records import dataclass
 
 STREAMS = "streams.safetensors"
 STREAMS_MANIFEST = "streams.json"
-STREAMS_VERSION = 2
 STREAMS_SIDECAR = Sidecar(
     "streams",
     STREAMS_MANIFEST,
     STREAMS,
     "ondevice train streams --model {model} --text FILE --mode lossless",
     "every --speculation but `streams`",
+    {"version": 2, "group_size": GROUP_SIZE},
 )
 _LOSSLESS = re.compile(rb'"mode"\s*:\s*"lossless"')
 MAX_ADAPTER_RANK = 1024
@@ -128,14 +131,9 @@ def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, T
     return tensors
 
 
-def streams_layout(config: ModelConfig, streams: MultiStreams) -> FileLayout:
-    """Size, header and checksum units of `streams.safetensors`."""
-    return tensors_layout(stream_tensors(config, streams))
-
-
 def streams_text(streams: MultiStreams) -> bytes:
     """The bytes of `streams.json`."""
-    content = {"version": STREAMS_VERSION, "group_size": GROUP_SIZE, **asdict(streams)}
+    content = {**STREAMS_SIDECAR.facts, **asdict(streams)}
     if streams.begins:
         del content["begins"]
     return sidecar_text(STREAMS_SIDECAR, content)
@@ -157,36 +155,32 @@ def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
 def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
     """The parsed `streams.json`. Raises BundleError if damaged, out of range, or made for other weights."""
     streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
-    layout = streams_layout(manifest.config, streams)
+    layout = tensors_layout(stream_tensors(manifest.config, streams))
     check_sidecar(STREAMS_SIDECAR, manifest, streams.model, layout, streams.crcs)
     return streams
 
 
 def _parse(section: Section, config: ModelConfig) -> MultiStreams:
-    section.equal("version", STREAMS_VERSION)
-    section.equal("group_size", GROUP_SIZE)
-    streams = MultiStreams(
-        model=section.text("model", 64),
-        mode=cast(MultiStreamMode, section.one_of("mode", get_args(MultiStreamMode))),
-        bits=parse_bits(section),
-        streams=section.integer("streams", 1, MAX_STREAMS),
-        first_layer=section.integer("first_layer", 0, (config.part.layers or config.num_layers) - 1),
-        attention_rank=section.integer("attention_rank", 1, MAX_ADAPTER_RANK),
-        feed_forward_rank=section.integer("feed_forward_rank", 1, MAX_ADAPTER_RANK),
-        trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
-        measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
-        acceptance=section.numbers("acceptance", MAX_STREAMS, 0.0, 1.0),
-        sha256=section.text("sha256", 64),
-        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
-        begins=section.boolean("begins") if "begins" in section.names else True,
-        part_of=parse_part_of(section, config),
-    )
+    rules = {
+        "model": SHA256,
+        "mode": (Section.one_of, get_args(MultiStreamMode)),
+        "bits": BITS,
+        "streams": (Section.integer, 1, MAX_STREAMS),
+        "first_layer": (Section.integer, 0, (config.part.layers or config.num_layers) - 1),
+        **dict.fromkeys(("attention_rank", "feed_forward_rank"), (Section.integer, 1, MAX_ADAPTER_RANK)),
+        "trained_tokens": TOKENS,
+        "measured_tokens": TOKENS,
+        "acceptance": (Section.numbers, MAX_STREAMS, 0.0, 1.0),
+        "sha256": SHA256,
+        "crcs": CRCS,
+        **part_rule(config),
+    }
+    streams = MultiStreams(**section.values(rules, {"begins": (Section.boolean,)}))
     _check_place(streams, config)
     if len(streams.acceptance) != streams.streams:
         raise BundleError(
             f"streams.acceptance has {len(streams.acceptance)} values for {streams.streams} streams"
         )
-    section.close()
     return streams
 
 

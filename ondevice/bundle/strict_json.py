@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ondevice.errors import BundleError, json_fault
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES = 1 << 20
 MAX_NESTING = 16
 MAX_SHOWN = 4
 """Most numbers of a list that a message shows."""
+Rule = tuple[Any, ...]
+"""How a value is read: a function of a section and a key, as Section's methods are, and further arguments."""
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
@@ -88,8 +92,9 @@ class Section:
     def section(self, key: str) -> Section:
         return Section(self.get(key), f"{self.where}.{key}")
 
-    def optional_section(self, key: str) -> Section | None:
-        return None if self.get(key) is None else self.section(key)
+    def nullable(self, key: str, read: Callable[..., T], *limits: Any) -> T | None:
+        """A value that `read`, a method of Section, reads; None for null."""
+        return None if self.get(key) is None else read(self, key, *limits)
 
     def integer(self, key: str, low: int, high: int) -> int:
         return self._integer(self.get(key), key, low, high)
@@ -102,10 +107,6 @@ class Section:
         """A finite number from `low` to `high`."""
         return self._number(self.get(key), key, low, high)
 
-    def optional_number(self, key: str, high: float) -> float | None:
-        """A finite number from 0 to `high`, or None for null."""
-        return None if self.get(key) is None else self.number(key, 0.0, high)
-
     def numbers(self, key: str, most: int, low: float, high: float) -> tuple[float, ...]:
         """A list of at most `most` finite numbers from `low` to `high`."""
         return tuple(self._number(value, key, low, high) for value in self._list(key, most))
@@ -116,6 +117,14 @@ class Section:
             Section(value, f"{self.where}.{key}[{index}]")
             for index, value in enumerate(self._list(key, most))
         )
+
+    def entry(self, key: str, kind: type[T], rules: Mapping[str, Rule]) -> T:
+        """An object as the dataclass `kind`. rules: of `values`."""
+        return kind(**self.section(key).values(rules))
+
+    def entries(self, key: str, most: int, kind: type[T], rules: Mapping[str, Rule]) -> tuple[T, ...]:
+        """A list of at most `most` objects as dataclasses `kind`."""
+        return tuple(kind(**section.values(rules)) for section in self.sections(key, most))
 
     def boolean(self, key: str) -> bool:
         value = self.get(key)
@@ -149,6 +158,15 @@ class Section:
                 section.equal(name, expected[name])
             section.close()
         self._refuse(key, value, _shown(expected))
+
+    def values(
+        self, required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None
+    ) -> dict[str, Any]:
+        """Every value by its key, each read by its rule. Refuses others; `optional` ones may be missing."""
+        given = {key: rule for key, rule in (optional or {}).items() if key in self._values}
+        values = {key: read(self, key, *limits) for key, (read, *limits) in {**required, **given}.items()}
+        self.close()
+        return values
 
     def close(self) -> None:
         if self._unread:

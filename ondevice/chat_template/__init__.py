@@ -143,11 +143,6 @@ class ChatTemplate:
         template._has_channels = text is not None and has_channels(text, tokenizer.special_tokens)
         return template
 
-    @property
-    def thinks(self) -> bool:
-        """Whether the template lets the model think before it replies."""
-        return self._has_channels or self._marks is not None
-
     @cached_property
     def always_thinks(self) -> bool:
         """Whether every reply begins with thinking, and nothing turns that off."""

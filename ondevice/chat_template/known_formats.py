@@ -7,46 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ondevice.chat_template import call_formats as forms
 from ondevice.chat_template.call_formats import (
     ARGUMENTS,
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_CALLS,
-    DEEPSEEK_END,
-    DEEPSEEK_SEPARATOR,
-    GEMMA_QUOTE,
-    KIMI_CALL,
-    KIMI_CALL_END,
-    KIMI_SEPARATOR,
     Call,
     CallFormat,
     Streaming,
     Tools,
-    as_json,
     checked_call,
-    deepseek_calls,
-    gemma_calls,
-    glm_calls,
-    inside_glm,
-    inside_json_or_python,
-    inside_string,
-    inside_xml,
     json_calls,
-    json_or_python_calls,
-    kimi_calls,
-    mistral_calls,
-    python_calls,
-    write_bare,
-    write_command,
-    write_deepseek,
-    write_gemma,
-    write_glm,
-    write_hermes,
-    write_kimi,
-    write_list,
-    write_mistral_args,
-    write_xml,
-    xml_calls,
 )
 from ondevice.chat_template.tools import NAME_CHARS
 
@@ -63,12 +32,23 @@ _OTHER_KEY = rf'"[^"\\]{{1,64}}"{_COLON}(?:"[^"\\]{{0,256}}"|[-+.\w]{{1,64}})'
 _JSON_TAIL = rf"(?:{_COMMA}{_OTHER_KEY})*{_GAP}\}}\}}?(?:{_GAP}\])?"
 _CALL_ID = rf"\[CALL_ID\]\w{{0,64}}{_GAP}"
 _ARGS_HEAD = rf"{_GAP}(?:\[TOOL_CALLS\]{_GAP})?{_NAME}{_GAP}(?:{_CALL_ID})?(?:\[ARGS\]{_GAP})?(?=\{{)"
-_DEEPSEEK_NAME = f"{_NAME}{_GAP}{DEEPSEEK_SEPARATOR}|function{_GAP}{DEEPSEEK_SEPARATOR}{_NAME}{_GAP}```json"
-_DEEPSEEK_HEAD = rf"{_GAP}(?:{DEEPSEEK_CALL}{_GAP})?(?:{_DEEPSEEK_NAME}){_GAP}(?=\{{)"
+_DEEPSEEK_NAME = (
+    f"{_NAME}{_GAP}{forms.DEEPSEEK_SEPARATOR}|function{_GAP}{forms.DEEPSEEK_SEPARATOR}{_NAME}{_GAP}```json"
+)
+_DEEPSEEK_HEAD = rf"{_GAP}(?:{forms.DEEPSEEK_CALL}{_GAP})?(?:{_DEEPSEEK_NAME}){_GAP}(?=\{{)"
 _IN_JSON = Streaming(re.compile(_JSON_HEAD), re.compile(_JSON_TAIL))
 _BEHIND_NAMES = Streaming(re.compile(f"{_JSON_HEAD}|{_ARGS_HEAD}"), re.compile(f"(?:{_JSON_TAIL})?"))
-_DEEPSEEK = Streaming(
-    re.compile(_DEEPSEEK_HEAD), re.compile(rf"(?:{_GAP}```)?(?:{_GAP}{DEEPSEEK_CALL_END})?")
+_DEEPSEEK = CallFormat(
+    "deepseek",
+    (forms.DEEPSEEK_CALLS, forms.DEEPSEEK_SEPARATOR),
+    (forms.DEEPSEEK_CALLS,),
+    forms.DEEPSEEK_END,
+    forms.deepseek_calls,
+    forms.write_deepseek("", forms.DEEPSEEK_SEPARATOR, "", ""),
+    inner=(forms.DEEPSEEK_CALL, forms.DEEPSEEK_SEPARATOR, forms.DEEPSEEK_CALL_END),
+    streaming=Streaming(
+        re.compile(_DEEPSEEK_HEAD), re.compile(rf"(?:{_GAP}```)?(?:{_GAP}{forms.DEEPSEEK_CALL_END})?")
+    ),
 )
 
 _LFM2 = CallFormat(
@@ -76,86 +56,65 @@ _LFM2 = CallFormat(
     ("<|tool_call_start|>",),
     ("<|tool_call_start|>",),
     "<|tool_call_end|>",
-    json_or_python_calls,
-    write_list("<|tool_call_start|>", "<|tool_call_end|>"),
-    inside=inside_json_or_python,
+    forms.json_or_python_calls,
+    forms.write_list("<|tool_call_start|>", "<|tool_call_end|>"),
+    inside=forms.inside_json_or_python,
 )
+
+
+def _in_xml(name: str, opens: str, closes: str, *marks: str) -> CallFormat:
+    """The format of calls with names and values between marks. marks: of its templates, beside `opens`."""
+    write = forms.write_xml(opens, closes)
+    return CallFormat(
+        name, (opens, *marks), (opens,), closes, forms.xml_calls, write, inside=forms.inside_xml
+    )
+
+
+def _json_list(name: str, opens: str, closes: str | None = None) -> CallFormat:
+    """The format of calls as one list in JSON, known by the mark that opens it."""
+    write = forms.write_list(opens, closes or "")
+    return CallFormat(name, (opens,), (opens,), closes, json_calls, write, streaming=_IN_JSON)
+
+
 FORMATS = (
-    CallFormat(
-        "qwen3-coder",
-        ("<tool_call>", "<function=", "<parameter="),
-        ("<tool_call>",),
-        "</tool_call>",
-        xml_calls,
-        write_xml("<tool_call>", "</tool_call>"),
-        inside=inside_xml,
-    ),
-    CallFormat(
-        "seed",
-        ("<seed:tool_call>", "<function="),
-        ("<seed:tool_call>",),
-        "</seed:tool_call>",
-        xml_calls,
-        write_xml("<seed:tool_call>", "</seed:tool_call>"),
-        inside=inside_xml,
-    ),
+    _in_xml("qwen3-coder", "<tool_call>", "</tool_call>", "<function=", "<parameter="),
+    _in_xml("seed", "<seed:tool_call>", "</seed:tool_call>", "<function="),
     CallFormat(
         "glm",
         ("<tool_call>", "<arg_key>", "<arg_value>"),
         ("<tool_call>",),
         "</tool_call>",
-        glm_calls,
-        write_glm,
+        forms.glm_calls,
+        forms.write_glm,
         inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        inside=inside_glm,
+        inside=forms.inside_glm,
     ),
     CallFormat(
         "mistral-args",
         ("[TOOL_CALLS]", "[ARGS]"),
         ("[TOOL_CALLS]",),
         None,
-        mistral_calls,
-        write_mistral_args,
+        forms.mistral_calls,
+        forms.write_mistral_args,
         inner=("[ARGS]", "[CALL_ID]"),
         streaming=_BEHIND_NAMES,
     ),
-    CallFormat(
-        "mistral",
-        ("[TOOL_CALLS]",),
-        ("[TOOL_CALLS]",),
-        None,
-        mistral_calls,
-        write_list("[TOOL_CALLS]"),
-        streaming=_BEHIND_NAMES,
+    replace(_json_list("mistral", "[TOOL_CALLS]"), read=forms.mistral_calls, streaming=_BEHIND_NAMES),
+    replace(
+        _DEEPSEEK,
+        name="deepseek-fenced",
+        marks=(*_DEEPSEEK.marks, "```json"),
+        write=forms.write_deepseek(f"function{forms.DEEPSEEK_SEPARATOR}", "\n```json\n", "\n```", "\n"),
     ),
-    CallFormat(
-        "deepseek-fenced",
-        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR, "```json"),
-        (DEEPSEEK_CALLS,),
-        DEEPSEEK_END,
-        deepseek_calls,
-        write_deepseek(f"function{DEEPSEEK_SEPARATOR}", "\n```json\n", "\n```", "\n"),
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        streaming=_DEEPSEEK,
-    ),
-    CallFormat(
-        "deepseek",
-        (DEEPSEEK_CALLS, DEEPSEEK_SEPARATOR),
-        (DEEPSEEK_CALLS,),
-        DEEPSEEK_END,
-        deepseek_calls,
-        write_deepseek("", DEEPSEEK_SEPARATOR, "", ""),
-        inner=(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_END),
-        streaming=_DEEPSEEK,
-    ),
+    _DEEPSEEK,
     CallFormat(
         "gemma4",
         ("<|tool_call>call:", "<tool_call|>"),
         ("<|tool_call>",),
         "<tool_call|>",
-        gemma_calls,
-        write_gemma,
-        inner=(GEMMA_QUOTE,),
+        forms.gemma_calls,
+        forms.write_gemma,
+        inner=(forms.GEMMA_QUOTE,),
     ),
     CallFormat(
         "phi",
@@ -163,26 +122,18 @@ FORMATS = (
         ("<|tool_call|>",),
         "<|/tool_call|>",
         json_calls,
-        lambda calls: "".join(f"<|tool_call|>{as_json(*call)}<|/tool_call|>" for call in calls),
+        lambda calls: "".join(f"<|tool_call|>{forms.as_json(*call)}<|/tool_call|>" for call in calls),
         streaming=_IN_JSON,
     ),
-    CallFormat(
-        "granite",
-        ("<|tool_call|>",),
-        ("<|tool_call|>",),
-        None,
-        json_calls,
-        write_list("<|tool_call|>"),
-        streaming=_IN_JSON,
-    ),
+    _json_list("granite", "<|tool_call|>"),
     CallFormat(
         "kimi",
-        ("<|tool_calls_section_begin|>", KIMI_SEPARATOR),
+        ("<|tool_calls_section_begin|>", forms.KIMI_SEPARATOR),
         ("<|tool_calls_section_begin|>",),
         "<|tool_calls_section_end|>",
-        kimi_calls,
-        write_kimi,
-        inner=(KIMI_CALL, KIMI_SEPARATOR, KIMI_CALL_END),
+        forms.kimi_calls,
+        forms.write_kimi,
+        inner=(forms.KIMI_CALL, forms.KIMI_SEPARATOR, forms.KIMI_CALL_END),
     ),
     CallFormat(
         "command",
@@ -190,17 +141,9 @@ FORMATS = (
         ("<|START_ACTION|>",),
         "<|END_ACTION|>",
         json_calls,
-        write_command,
+        forms.write_command,
     ),
-    CallFormat(
-        "nemotron",
-        ("<TOOLCALL>",),
-        ("<TOOLCALL>",),
-        "</TOOLCALL>",
-        json_calls,
-        write_list("<TOOLCALL>", "</TOOLCALL>"),
-        streaming=_IN_JSON,
-    ),
+    _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     _LFM2,
     replace(_LFM2, marks=("<|tool_list_start|>",)),
     replace(_LFM2, marks=("<|im_start|>", "List of tools: ")),
@@ -210,7 +153,7 @@ FORMATS = (
         ("<tool_call>",),
         "</tool_call>",
         json_calls,
-        write_hermes,
+        forms.write_hermes,
         streaming=_IN_JSON,
     ),
     CallFormat(
@@ -218,20 +161,12 @@ FORMATS = (
         ("<|start_header_id|>", '{"name": ', '"parameters": '),
         ("<|python_tag|>",),
         None,
-        json_or_python_calls,
-        write_bare,
+        forms.json_or_python_calls,
+        forms.write_bare,
         bare=True,
         streaming=_IN_JSON,
     ),
-    CallFormat(
-        "tool-calls",
-        ("<tool_calls>",),
-        ("<tool_calls>",),
-        "</tool_calls>",
-        json_calls,
-        write_list("<tool_calls>", "</tool_calls>"),
-        streaming=_IN_JSON,
-    ),
+    _json_list("tool-calls", "<tool_calls>", "</tool_calls>"),
 )
 """All formats, those with more marks first."""
 HERMES = next(each for each in FORMATS if each.name == "hermes")
@@ -310,29 +245,29 @@ def _fenced_calls(text: str, tools: Tools) -> list[Call] | None:
     if not _could_be_fenced(text, tools):
         return None
     inner = _fenced(text)
-    return json_calls(inner, tools, needs_arguments=True) or python_calls(inner, tools)
+    return json_calls(inner, tools, needs_arguments=True) or forms.python_calls(inner, tools)
 
 
 def _listed_calls(text: str, tools: Tools) -> list[Call] | None:
-    return python_calls(text, tools) if _could_be_python(text, tools) else None
+    return forms.python_calls(text, tools) if _could_be_python(text, tools) else None
 
 
 def _function_calls(text: str, tools: Tools) -> list[Call] | None:
     """Calls as `NAME>` and arguments, in JSON or between marks."""
     name, _, arguments = text.partition(">")
     call = checked_call(name.strip(), arguments.strip(), tools) if arguments.strip()[:1] == "{" else None
-    return xml_calls(f"<function={text}</function>", tools) if call is None else [call]
+    return forms.xml_calls(f"<function={text}</function>", tools) if call is None else [call]
 
 
 def _inside_function(text: str, tools: Tools) -> bool:
     arguments = text.partition(">")[2].strip()
     if arguments[:1] == "{":
-        return inside_string(arguments, tools)
-    return inside_xml(f"<function={text}</function>", tools)
+        return forms.inside_string(arguments, tools)
+    return forms.inside_xml(f"<function={text}</function>", tools)
 
 
 def _loose(opens: str, closes: str, read: Reader, **more: Any) -> CallFormat:
-    return CallFormat(opens, (), (opens,), closes, read, write_bare, **more)
+    return CallFormat(opens, (), (opens,), closes, read, forms.write_bare, **more)
 
 
 _FENCED = Streaming(re.compile(rf"(?:{'|'.join(_LANGUAGES)}){_JSON_HEAD}"), re.compile(_JSON_TAIL))
@@ -345,9 +280,11 @@ LOOSE = (
 """Marks that models write instead of their template's."""
 FENCE = "```"
 LINE_FORMS = {
-    "": CallFormat("bare", (), (), None, _bare_calls, write_bare, streaming=_IN_JSON, could=_could_be_json),
+    "": CallFormat(
+        "bare", (), (), None, _bare_calls, forms.write_bare, streaming=_IN_JSON, could=_could_be_json
+    ),
     FENCE: CallFormat(
-        "fenced", (), (), FENCE, _fenced_calls, write_bare, streaming=_FENCED, could=_could_be_fenced
+        "fenced", (), (), FENCE, _fenced_calls, forms.write_bare, streaming=_FENCED, could=_could_be_fenced
     ),
     "[": CallFormat(
         "listed",
@@ -355,8 +292,8 @@ LINE_FORMS = {
         (),
         "]",
         _listed_calls,
-        write_bare,
-        inside=inside_json_or_python,
+        forms.write_bare,
+        inside=forms.inside_json_or_python,
         could=_could_be_python,
     ),
 }

@@ -109,10 +109,10 @@ def inspection_text(resolved: ResolvedModel, forecast: SpeedForecast | None = No
         *([] if config.part == FULL_MODEL else [part_words(bundle.manifest)]),
         *_widths_lines(config),
         "sparsity modes:",
-        *map(_mode_line, _modes(bundle)),
+        *(f"  {it.name:<10}{'yes' if it.available else 'no'}: {it.reason}" for it in _modes(bundle)),
         *_expert_lines(resolved),
         f"streams: {_streams_line(bundle)}",
-        *_ngrams_lines(bundle),
+        *(f"ngrams: a datastore of {it.tokens:,} tokens" for it in (bundle.ngrams,) if it is not None),
         *_draft_layer_lines(bundle),
         *(
             f"{key}: {bundle.damaged[key].for_command_line}"
@@ -183,11 +183,6 @@ def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
         "heads": part.heads,
         "part_of": bundle.manifest.part_of,
     }
-
-
-def _ngrams_lines(bundle: Bundle) -> list[str]:
-    """A line on the datastore of continuations, if there is one."""
-    return [] if bundle.ngrams is None else [f"ngrams: a datastore of {bundle.ngrams.tokens:,} tokens"]
 
 
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
@@ -314,10 +309,6 @@ def _modes_taken(resolved: ResolvedModel) -> str:
 
 def _part_line(what: str, nbytes: int, width: int = 24) -> str:
     return f"  {what:<{width}}{format_bytes(nbytes):>9}{nbytes:>16}"
-
-
-def _mode_line(mode: SparsityMode) -> str:
-    return f"  {mode.name:<10}{'yes' if mode.available else 'no'}: {mode.reason}"
 
 
 def _streams_line(bundle: Bundle) -> str:

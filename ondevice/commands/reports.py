@@ -21,9 +21,10 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def plan_summary(plan: Plan) -> str:
     """The plan in two lines, shown before loading. A third line tells of a context that isn't the default."""
     context = f"\n      {context_words(plan)}" if plan.wanted_context or plan.context_share else ""
+    listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts(plan))
     return (
         f"plan: budget {size(plan.budget_bytes)}, uses {format_bytes(plan.start_bytes)} at the start, "
-        f"{size(plan.total_bytes)} at {plan.max_context} tokens: {_parts_line(plan)}\n"
+        f"{size(plan.total_bytes)} at {plan.max_context} tokens: {listed}\n"
         f"      {residency(plan)}{context}"
     )
 
@@ -208,7 +209,3 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("other models", plan.others_bytes),
     ]
     return [(what, nbytes) for what, nbytes in parts if nbytes]
-
-
-def _parts_line(plan: Plan) -> str:
-    return ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts(plan))

@@ -20,7 +20,7 @@ from ondevice.commands.options import (
     option,
 )
 from ondevice.commands.terminal import print_result, progress, take_interrupts
-from ondevice.config import EXPERT_TOKENS, MAX_STREAMS, NGRAM_TOKENS, TRAIN_TOKENS, BackendName
+from ondevice.config import EXPERT_TOKENS, MAX_STREAMS, NGRAM_TOKENS, TRAIN_TOKENS
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
@@ -39,17 +39,9 @@ def training_options(command: Callable[..., Any], tokens: int = TRAIN_TOKENS) ->
             help="The text to learn from, or to measure on.",
         ),
         option(
-            "--output",
-            "-o",
-            type=click.Path(path_type=Path),
-            help="A new folder for a copy that has them.",
+            "--output", "-o", type=click.Path(path_type=Path), help="A new folder for a copy that has them."
         ),
-        option(
-            "--tokens",
-            type=click.IntRange(1),
-            default=tokens,
-            help="Tokens of the text to use at most.",
-        ),
+        option("--tokens", type=click.IntRange(1), default=tokens, help="Tokens of the text to use at most."),
         json_option,
     )
     for decorate in reversed(decorators):
@@ -85,15 +77,7 @@ def train() -> None:
 @training_options
 @backend_options
 @measuring_options
-def predictors(
-    model: str | None,
-    text: str,
-    output: Path | None,
-    tokens: int,
-    as_json: bool,
-    backend: BackendName,
-    dram_budget: str,
-) -> None:
+def predictors(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Train predictors of which neurons fire, for --sparsity predicted.
 
     They are measured on the last tenth of the text, which neither trains them nor sets their thresholds: what
@@ -103,23 +87,14 @@ def predictors(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    run = partial(
-        training.train_predictors,
-        model,
-        output=output,
-        tokens=tokens,
-        backend=backend,
-        dram_budget=dram_budget,
-    )
+    run = partial(training.train_predictors, model, **options)
     _print_trained(run, reports.predictor_table, text, as_json)
 
 
 @train.command()
 @partial(training_options, tokens=EXPERT_TOKENS)
 @measuring_options
-def expert_use(
-    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
-) -> None:
+def expert_use(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Count which experts a text uses, and what caches of them hit, so that `inspect` can say what to expect.
 
     Models with experts only.
@@ -127,16 +102,14 @@ def expert_use(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    run = partial(training.train_expert_use, model, output=output, tokens=tokens, dram_budget=dram_budget)
+    run = partial(training.train_expert_use, model, **options)
     _print_trained(run, reports.expert_use_table, text, as_json)
 
 
 @train.command()
 @training_options
 @measuring_options
-def expert_costs(
-    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
-) -> None:
+def expert_costs(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Measure what --experts costs, for models with experts.
 
     Nothing is trained. Perplexity is measured token by token, as decoding goes, on pieces spread over the
@@ -146,13 +119,13 @@ def expert_costs(
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    run = partial(training.train_expert_costs, model, output=output, tokens=tokens, dram_budget=dram_budget)
+    run = partial(training.train_expert_costs, model, **options)
     _print_trained(run, reports.expert_cost_table, text, as_json)
 
 
 @train.command()
 @partial(training_options, tokens=NGRAM_TOKENS)
-def ngrams(model: str | None, text: str, output: Path | None, tokens: int, as_json: bool) -> None:
+def ngrams(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Sort what follows every few tokens of a text into a datastore, for --speculation ngrams.
 
     It lies beside the model on flash; a small index of it is read into memory. The model doesn't run. Drafts
@@ -162,7 +135,7 @@ def ngrams(model: str | None, text: str, output: Path | None, tokens: int, as_js
     from ondevice import training
     from ondevice.commands import training_reports as reports
 
-    run = partial(training.train_ngrams, model, output=output, tokens=tokens)
+    run = partial(training.train_ngrams, model, **options)
     _print_trained(run, reports.ngrams_table, text, as_json)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ondevice.bundle.parts import model_digest, sidecar_digest
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.bundle.strict_json import Rule, Section, canonical_json, parse_json
 from ondevice.config import MAX_CONTEXT, RuntimeConfig
 from ondevice.distributed.division import RankResources, divide, rank_bundle, slices_lack
 from ondevice.distributed.layer_server import state_layout, state_room
@@ -263,24 +263,21 @@ def _with_options(runtime: RuntimeConfig, section: Section) -> RuntimeConfig:
         raise RankError(f"rank 0 sent an option that none can have: {error.for_command_line}") from error
 
 
+_HASH: Rule = (Section.text, _MAX_TEXT)
+_CARD: dict[str, Rule] = {
+    **dict.fromkeys(("digest", "device", *SIDECARS), _HASH),
+    **dict.fromkeys(("first", "stop"), (Section.integer, 0, _MAX_LAYERS)),
+}
+
+
 def _card(section: Section) -> RankCard:
-    return RankCard(
-        section.text("digest", _MAX_TEXT),
-        section.integer("first", 0, _MAX_LAYERS),
-        section.integer("stop", 0, _MAX_LAYERS),
-        section.text("device", _MAX_TEXT),
-        **{name: section.text(name, _MAX_TEXT) for name in SIDECARS},
-    )
+    return RankCard(**section.values(_CARD))
 
 
 def _resources(section: Section) -> RankResources:
-    return RankResources(
-        "",
-        section.integer("budget_bytes", 0, _MAX_BYTES),
-        section.integer("process_bytes", 0, _MAX_BYTES),
-        section.number("compute_bytes_per_second", 1, _MAX_BYTES),
-        section.number("flash_bytes_per_second", 1, _MAX_BYTES),
-    )
+    *sizes, compute, flash = _MEASURED
+    rates: dict[str, Rule] = dict.fromkeys((compute, flash), (Section.number, 1, _MAX_BYTES))
+    return RankResources("", **section.values(dict.fromkeys(sizes, (Section.integer, 0, _MAX_BYTES)) | rates))
 
 
 def _context(section: Section) -> int:
@@ -288,7 +285,9 @@ def _context(section: Section) -> int:
 
 
 def _room(section: Section) -> StateRoom:
-    return StateRoom(**{name: section.integer(name, 0, _MAX_BYTES) for name in StateRoom.__annotations__})
+    return StateRoom(
+        **section.values(dict.fromkeys(StateRoom.__annotations__, (Section.integer, 0, _MAX_BYTES)))
+    )
 
 
 def _ranges(value: object, ranks: int) -> list[tuple[int, int]]:

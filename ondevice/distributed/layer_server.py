@@ -84,11 +84,6 @@ class LayerServer:
         self._last = ForwardBatch(())
         """The batch of the last pass, whose draft may be accepted."""
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences that have tokens here."""
-        return sum(kv.length > 0 for kv in self._states.values())
-
     def run(self) -> None:
         """Serve passes until rank 0 ends. Raises RankError, and what a pass raises."""
         transformer, transport = self._transformer, self._transport

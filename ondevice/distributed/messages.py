@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.forward_batch import ForwardBatch, joint_batch
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.bundle.strict_json import Rule, Section, canonical_json, parse_json
 from ondevice.distributed.place import MAX_RANKS
 from ondevice.errors import BundleError, RankError
 from ondevice.model.layer_range import PassState
@@ -159,21 +159,21 @@ def unpack(
         raise RankError(f"another rank sent what it mustn't: {error.for_command_line}") from error
 
 
-def _rank_stats(section: Section) -> RankStats:
-    """A rank's stats. Its counts never reach MAX_NUMBER."""
-    hops = section.section("hops")
-    hop_stats = HopStats(
-        hops.integer("messages", 0, MAX_NUMBER),
-        hops.integer("sent_bytes", 0, MAX_NUMBER),
-        hops.integer("received_bytes", 0, MAX_NUMBER),
-        hops.number("sent_seconds", 0, MAX_NUMBER),
-        hops.number("waited_seconds", 0, MAX_NUMBER),
-    )
-    hops.close()
-    names = ("rank", "first_layer", "layers", "budget_bytes", "peak_memory_bytes", "flash_bytes_read")
-    counts = {name: section.integer(name, 0, 1 << 62) for name in names}
-    section.close()
-    return RankStats(hops=hop_stats, **counts)
+_HOPS: dict[str, Rule] = {
+    **dict.fromkeys(("messages", "sent_bytes", "received_bytes"), (Section.integer, 0, MAX_NUMBER)),
+    **dict.fromkeys(("sent_seconds", "waited_seconds"), (Section.number, 0, MAX_NUMBER)),
+}
+_CHANGE: dict[str, Rule] = {
+    "kind": (Section.one_of, get_args(ChangeKind)),
+    **dict.fromkeys(("sequence", "value"), (Section.integer, 0, MAX_NUMBER)),
+    "rows": (Section.integers, MAX_ROWS, 0, MAX_ROWS),
+}
+_COUNTS = ("rank", "first_layer", "layers", "budget_bytes", "peak_memory_bytes", "flash_bytes_read")
+_RANK_STATS: dict[str, Rule] = {
+    **dict.fromkeys(_COUNTS, (Section.integer, 0, 1 << 62)),
+    "hops": (Section.entry, HopStats, _HOPS),
+}
+"""Rules of a rank's stats. Its counts never reach MAX_NUMBER."""
 
 
 class _MessageReader:
@@ -187,30 +187,20 @@ class _MessageReader:
 
     def message(self, top: Section) -> Message:
         kind: Any = top.one_of("kind", get_args(Kind))
-        changes = tuple(self._change(it) for it in top.sections("changes", MAX_CHANGES))
+        changes = top.entries("changes", MAX_CHANGES, Change, _CHANGE)
+        for change in changes:
+            _require_ascending(change.rows, "rows of a change")
         passed, result, stats = None, None, tuple[RankStats, ...]()
         if kind == "pass":
             passed = self._pass(top.section("pass"), top)
         elif kind == "result":
             result = self._state(top.section("state"))
         elif kind == "stats":
-            stats = tuple(_rank_stats(it) for it in top.sections("stats", MAX_RANKS))
+            stats = top.entries("stats", MAX_RANKS, RankStats, _RANK_STATS)
         top.close()
         if self._arrays:
             raise BundleError(f"a message has {len(self._arrays)} arrays more than it says")
         return Message(kind, changes, passed, result, stats)
-
-    def _change(self, section: Section) -> Change:
-        kind: Any = section.one_of("kind", get_args(ChangeKind))
-        change = Change(
-            kind,
-            section.integer("sequence", 0, MAX_NUMBER),
-            section.integer("value", 0, MAX_NUMBER),
-            section.integers("rows", MAX_ROWS, 0, MAX_ROWS),
-        )
-        section.close()
-        _require_ascending(change.rows, "rows of a change")
-        return change
 
     def _pass(self, section: Section, top: Section) -> PassMessage:
         ids, parents = self._next(np.int32, 1), self._next(np.int32, 1)
@@ -236,7 +226,7 @@ class _MessageReader:
             raise BundleError(f"a token id is not from 0 to {self._config.vocab_size - 1}")
         taps = section.integers("taps", MAX_TAPS, 0, MAX_ROWS)
         _require_ascending(taps, "taps")
-        branches, streamed = section.boolean("branches"), section.optional_section("streamed")
+        branches, streamed = section.boolean("branches"), section.nullable("streamed", Section.section)
         rows = None if streamed is None else _streamed_rows(streamed, len(ids))
         section.close()
         state = self._state(top.section("state"))

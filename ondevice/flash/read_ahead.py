@@ -39,14 +39,15 @@ class ReadAheadStats(FlashStats):
 class ReadAhead:
     """Hands out the extents of a schedule in order.
 
-    One consumer at a time;
-any thread may call `close()`.Raises ValueError if slots are too few or too small or
-    if `memory` doesn't fit them, IndexError for an extent outside its file.
+    One consumer at a time; any thread may call `close()`. Raises ValueError if slots are too few or too
+    small or if `memory` doesn't fit them, IndexError for an extent outside its file.
 
-    Args : reader : its threads read ahead and compare checksums.extents : the schedule.slot_bytes
-    : size of each slot,
-    rounded up to whole pages.A slot must hold all checked units of the largest extent,
-    to page boundaries.slots : number of slots, at least 2; a schedule of smaller extents has more of them in the same
+    Args:
+        reader: its threads read ahead and compare checksums.
+        extents: the schedule.
+        slot_bytes: size of each slot, rounded up to whole pages. A slot must hold all checked units of the
+            largest extent, to page boundaries.
+        slots: number of slots, at least 2; a schedule of smaller extents has more of them in the same
             memory. The consumer can hold all but one at a time.
         cyclic: whether the schedule begins again after its last extent.
         memory: for the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. None:

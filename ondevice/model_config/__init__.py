@@ -1,94 +1,44 @@
 """The description of a decoder-only transformer: the model, its layers and their blocks."""
 
-from ondevice.model_config.attention import NO_ATTENTION, AttentionSpec, HeadNorm, HeadSizes
-from ondevice.model_config.checks import MAX_FACTOR, SIZE_LIMITS
-from ondevice.model_config.experts import (
-    MAX_CHOSEN,
-    MAX_EXPERT_NEURONS,
-    MAX_EXPERTS,
-    MAX_WEIGHT_FACTOR,
-    ExpertsSpec,
-    Scoring,
-)
-from ondevice.model_config.feed_forward import (
-    ACTIVATIONS,
-    CLAMP,
-    MAX_DEVIATIONS,
-    SWISH_SLOPE,
-    ZEROING_NAMES,
-    Activation,
-    FeedForwardSpec,
-    UpActivation,
-)
-from ondevice.model_config.latent import LATENT_LANES, LatentSpec
-from ondevice.model_config.model import (
-    MAX_COPIES,
-    LayerSpec,
-    ModelConfig,
-    NormKind,
-    NormPlaces,
-    NormSpec,
-)
-from ondevice.model_config.part import (
-    ALIGNED_FLOATS,
-    FULL_MODEL,
-    STATE_SIZES,
-    ModelPart,
-    cut_places,
-    part_config,
-)
-from ondevice.model_config.recurrent import (
-    MAX_TAPS,
-    MAX_TIME,
-    ConvSpec,
-    DeltaSpec,
-    Mamba2Spec,
-    MixerNorm,
-    RecurrentSpec,
-)
-from ondevice.model_config.rope import RopeSpec
-
-__all__ = [
-    "ACTIVATIONS",
-    "ALIGNED_FLOATS",
-    "CLAMP",
-    "FULL_MODEL",
-    "LATENT_LANES",
-    "MAX_CHOSEN",
-    "MAX_COPIES",
-    "MAX_DEVIATIONS",
-    "MAX_EXPERTS",
-    "MAX_EXPERT_NEURONS",
-    "MAX_FACTOR",
-    "MAX_TAPS",
-    "MAX_TIME",
-    "MAX_WEIGHT_FACTOR",
-    "NO_ATTENTION",
-    "SIZE_LIMITS",
-    "STATE_SIZES",
-    "SWISH_SLOPE",
-    "ZEROING_NAMES",
-    "Activation",
-    "AttentionSpec",
-    "ConvSpec",
-    "DeltaSpec",
-    "ExpertsSpec",
-    "FeedForwardSpec",
-    "HeadNorm",
-    "HeadSizes",
-    "LatentSpec",
-    "LayerSpec",
-    "Mamba2Spec",
-    "MixerNorm",
-    "ModelConfig",
-    "ModelPart",
-    "NormKind",
-    "NormPlaces",
-    "NormSpec",
-    "RecurrentSpec",
-    "RopeSpec",
-    "Scoring",
-    "UpActivation",
-    "cut_places",
-    "part_config",
-]
+from ondevice.model_config.attention import NO_ATTENTION as NO_ATTENTION
+from ondevice.model_config.attention import AttentionSpec as AttentionSpec
+from ondevice.model_config.attention import HeadNorm as HeadNorm
+from ondevice.model_config.attention import HeadSizes as HeadSizes
+from ondevice.model_config.checks import MAX_FACTOR as MAX_FACTOR
+from ondevice.model_config.checks import SIZE_LIMITS as SIZE_LIMITS
+from ondevice.model_config.experts import MAX_CHOSEN as MAX_CHOSEN
+from ondevice.model_config.experts import MAX_EXPERT_NEURONS as MAX_EXPERT_NEURONS
+from ondevice.model_config.experts import MAX_EXPERTS as MAX_EXPERTS
+from ondevice.model_config.experts import MAX_WEIGHT_FACTOR as MAX_WEIGHT_FACTOR
+from ondevice.model_config.experts import ExpertsSpec as ExpertsSpec
+from ondevice.model_config.experts import Scoring as Scoring
+from ondevice.model_config.feed_forward import ACTIVATIONS as ACTIVATIONS
+from ondevice.model_config.feed_forward import CLAMP as CLAMP
+from ondevice.model_config.feed_forward import MAX_DEVIATIONS as MAX_DEVIATIONS
+from ondevice.model_config.feed_forward import SWISH_SLOPE as SWISH_SLOPE
+from ondevice.model_config.feed_forward import ZEROING_NAMES as ZEROING_NAMES
+from ondevice.model_config.feed_forward import Activation as Activation
+from ondevice.model_config.feed_forward import FeedForwardSpec as FeedForwardSpec
+from ondevice.model_config.feed_forward import UpActivation as UpActivation
+from ondevice.model_config.latent import LATENT_LANES as LATENT_LANES
+from ondevice.model_config.latent import LatentSpec as LatentSpec
+from ondevice.model_config.model import MAX_COPIES as MAX_COPIES
+from ondevice.model_config.model import LayerSpec as LayerSpec
+from ondevice.model_config.model import ModelConfig as ModelConfig
+from ondevice.model_config.model import NormKind as NormKind
+from ondevice.model_config.model import NormPlaces as NormPlaces
+from ondevice.model_config.model import NormSpec as NormSpec
+from ondevice.model_config.part import ALIGNED_FLOATS as ALIGNED_FLOATS
+from ondevice.model_config.part import FULL_MODEL as FULL_MODEL
+from ondevice.model_config.part import STATE_SIZES as STATE_SIZES
+from ondevice.model_config.part import ModelPart as ModelPart
+from ondevice.model_config.part import cut_places as cut_places
+from ondevice.model_config.part import part_config as part_config
+from ondevice.model_config.recurrent import MAX_TAPS as MAX_TAPS
+from ondevice.model_config.recurrent import MAX_TIME as MAX_TIME
+from ondevice.model_config.recurrent import ConvSpec as ConvSpec
+from ondevice.model_config.recurrent import DeltaSpec as DeltaSpec
+from ondevice.model_config.recurrent import Mamba2Spec as Mamba2Spec
+from ondevice.model_config.recurrent import MixerNorm as MixerNorm
+from ondevice.model_config.recurrent import RecurrentSpec as RecurrentSpec
+from ondevice.model_config.rope import RopeSpec as RopeSpec

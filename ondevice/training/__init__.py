@@ -27,7 +27,6 @@ from ondevice.bundle.sidecar import NO_SIDECARS, weights_digest
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import (
-    AUTO_QUANT,
     EXPERT_TOKENS,
     NGRAM_TOKENS,
     TRAIN_TOKENS,
@@ -37,7 +36,7 @@ from ondevice.config import (
 from ondevice.errors import BackendUnavailableError, UnsupportedModelError, UsageError
 from ondevice.generate import token_ids
 from ondevice.host import text_tokenizer
-from ondevice.runtime.conversion import Prepared, prepare
+from ondevice.runtime.conversion import Prepared
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import windows
@@ -335,36 +334,6 @@ def _stream_training() -> ModuleType:
     return train
 
 
-def convert_and_train(
-    source: Name,
-    output: Name | None,
-    text: Text,
-    quant: str = AUTO_QUANT,
-    *,
-    on_progress: Callable[[ConversionProgress], None] | None = None,
-    on_training: OnProgress = ignore_progress,
-    resume: bool = False,
-    force: bool = False,
-    offline: bool = False,
-) -> Path:
-    """Convert as `convert` does, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
-
-    For a model with experts, the choices of experts are counted instead. If gates are hardly ever zero, the
-    text only rounds.
-
-    The bundle gets its name at the end: an interrupted run leaves no bundle under that name. A resumed run
-    runs the text through the layers again and gives the same bytes as an uninterrupted one. on_training is
-    called with the share of the training that is done, and its current step. The files of a repository stay.
-
-    Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
-    model without a tokenizer and for too little text.
-    """
-    with prepare(source, output, quant, offline=offline, keep_source=True) as prepared:
-        return train_converted(
-            prepared, text, on_progress=on_progress, on_training=on_training, resume=resume, force=force
-        )
-
-
 def train_converted(
     prepared: Prepared,
     text: Text,
@@ -374,7 +343,18 @@ def train_converted(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """Convert an open checkpoint, and train, as `convert_and_train` does."""
+    """Convert an open checkpoint, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
+
+    For a model with experts, the choices of experts are counted instead. If gates are hardly ever zero, the
+    text only rounds.
+
+    The bundle gets its name at the end: an interrupted run leaves no bundle under that name. A resumed run
+    runs the text through the layers again and gives the same bytes as an uninterrupted one. on_training is
+    called with the share of the training that is done, and its current step.
+
+    Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
+    model without a tokenizer and for too little text.
+    """
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.rounding.layers import most_tokens

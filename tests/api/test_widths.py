@@ -22,7 +22,6 @@ from ondevice.flash.throughput import measure_throughput
 from ondevice.kernels import _native
 from ondevice.measure import profiling
 from ondevice.measure.profiling import profile
-from ondevice.training import convert_and_train
 from tests.support.bundles import EOS, convert_bundle, open_sound
 from tests.support.chat import squeeze
 from tests.support.command_line import Run
@@ -30,6 +29,7 @@ from tests.support.engines import all_logits, bundle_weights, random_tokens, run
 from tests.support.made_up_streams import add_streams
 from tests.support.mlx_models import loaded
 from tests.support.models import transformers_logits
+from tests.support.trained_conversion import convert_and_train
 from tests.support.widths import WIDTHS, uneven_transformers_model, write_uneven_checkpoint
 
 PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from ondevice.api import load
 from ondevice.backends.base import Float32
-from ondevice.converters.quantize import QuantizedRows, dequantize, quantize_reference
+from ondevice.converters.quantize import QuantizedRows, dequantize
 from ondevice.measure.prompts import BUILT_IN
 from tests.benchmarks.lib.embedded_gguf import BLOCK, GAIN, gguf_of, neighbours, q4_1_blocks, with_codes
 from tests.benchmarks.lib.embedded_model import TINY, embed
 from tests.benchmarks.lib.embedded_weights import EmbeddedModel
 from tests.benchmarks.lib.stored_model import Q4, taken
 from tests.support.paths import SHIPPED
+from tests.support.quantize_reference import quantize_reference
 
 TOKENS = 512
 """Tokens of text by which the fillers' thresholds are set; they add nothing here."""

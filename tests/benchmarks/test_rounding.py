@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ondevice.backends.base import Float32
-from ondevice.converters.quantize import dequantize, quantize_reference
+from ondevice.converters.quantize import dequantize
 from tests.benchmarks.lib.rounding import (
     Float64,
     Format,
@@ -14,6 +14,7 @@ from tests.benchmarks.lib.rounding import (
     to_range,
     with_feedback,
 )
+from tests.support.quantize_reference import quantize_reference
 
 ROWS, COLS = 48, 128
 

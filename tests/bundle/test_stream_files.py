@@ -33,7 +33,7 @@ from ondevice.callbacks import Cancelled
 from ondevice.commands.training_reports import stream_table
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.output_folder import OutputFolder
-from ondevice.converters.quantize import dequantize, quantize_reference
+from ondevice.converters.quantize import dequantize
 from ondevice.converters.training.sidecars import write_tensors
 from ondevice.converters.training.streams.write import save_streams, write_streams
 from ondevice.errors import BundleError, CheckpointError, FlashReadError
@@ -47,6 +47,7 @@ from tests.support.bundles import convert_bundle, copy_files, open_sound, write_
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
 from tests.support.made_up_streams import add_streams, made_up_arrays
+from tests.support.quantize_reference import quantize_reference
 from tests.support.sources import every_block, tiny_config
 
 # Two key/value heads and a head width of its own: no two sizes of the model are equal.

@@ -23,7 +23,7 @@ from ondevice.converters import reading
 from ondevice.converters.bundling import pack_records
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
-from ondevice.converters.quantize import QuantizedRows, quantize_reference
+from ondevice.converters.quantize import QuantizedRows
 from ondevice.kernels import _native
 from tests.support.models import (
     VARIANTS,
@@ -34,6 +34,7 @@ from tests.support.models import (
     write_checkpoint,
 )
 from tests.support.planes import in_planes
+from tests.support.quantize_reference import quantize_reference
 from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 

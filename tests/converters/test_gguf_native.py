@@ -9,9 +9,10 @@ from ondevice.config import MXFP4, RowFormat
 from ondevice.converters.checkpoints.gguf_codecs import CODE_FORMATS, TILE_FORMATS, decode
 from ondevice.converters.checkpoints.gguf_file import TENSOR_TYPES
 from ondevice.converters.checkpoints.gguf_tensor import GgufColumns
-from ondevice.converters.quantize import SourceCodes, dequantize, quantize_reference
+from ondevice.converters.quantize import SourceCodes, dequantize
 from ondevice.kernels import _native
 from tests.support.gguf_blocks import HALVES
+from tests.support.quantize_reference import quantize_reference
 
 ALL_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 TYPES = {name: kind for name, kind in ALL_TYPES.items() if name in CODE_FORMATS}

@@ -25,13 +25,14 @@ from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.chosen_quant import chosen_quant
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
-from ondevice.converters.quantize import dequantize, quantize_reference
+from ondevice.converters.quantize import dequantize
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 from tests.converters.test_resume import KILLER, folder_bytes, interrupted
 from tests.support.engines import bundle_weights
 from tests.support.mlx_folders import MXFP4, MlxFolder, Scheme, save_shards, typed, write_mlx_folder
 from tests.support.models import write_checkpoint
+from tests.support.quantize_reference import quantize_reference
 from tests.support.stored_matrices import embedding_matrix, resident_matrix
 
 SCHEMES = [

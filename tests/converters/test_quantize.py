@@ -13,12 +13,12 @@ from ondevice.converters.quantize import (
     Weights,
     dequantize,
     quantize,
-    quantize_reference,
     sampled_error,
     to_float32,
 )
 from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
+from tests.support.quantize_reference import quantize_reference
 
 BITS = (4, 5, 6, 8, 16)
 DTYPES = ("float32", "float16", "bfloat16")

@@ -15,10 +15,10 @@ from ondevice.api import verify
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import UsageError
-from ondevice.training import convert_and_train
 from tests.converters.test_resume import StopError, folder_bytes
 from tests.support.bundles import copy_files, write_chat_checkpoint
 from tests.support.models import write_checkpoint
+from tests.support.trained_conversion import convert_and_train
 
 KILLER = "tests.support.kill_while_training"
 PREDICTORS, ORDER = (

@@ -8,8 +8,9 @@ import pytest
 from ondevice.bundle.codes import pack
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import RowFormat
-from ondevice.converters.quantize import QuantizedRows, dequantize, quantize, quantize_reference
+from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.kernels import _native
+from tests.support.quantize_reference import quantize_reference
 
 RUNNERS = [(threads, target) for target in _native.available_targets() for threads in (1, 3)]
 

@@ -12,7 +12,7 @@ from ondevice.backends.reference import dequantize_rows
 from ondevice.bundle.codes import E2M1, MAX_POWER, pack, unpack
 from ondevice.bundle.matrix_layout import RowLayout
 from ondevice.config import MXFP4, TILE_FORMATS, Bits, RowFormat, Scales
-from ondevice.converters.quantize import quantize, quantize_reference
+from ondevice.converters.quantize import quantize
 from ondevice.kernels import _native
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import (
@@ -23,6 +23,7 @@ from tests.kernels.test_kernels import (
     packed,
     quantised_activations,
 )
+from tests.support.quantize_reference import quantize_reference
 from tests.support.sources import form, quantise_rows
 
 BITS: tuple[Bits, ...] = get_args(Bits)[:-1]

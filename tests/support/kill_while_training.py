@@ -15,8 +15,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ondevice.training import convert_and_train
 from tests.support.kill_and_resume import count_down, digest, killed
+from tests.support.trained_conversion import convert_and_train
 
 
 def train(source: Path, text: str, output: Path, prepare: Callable[[], None]) -> None:

@@ -10,11 +10,12 @@ and exits 0 only if `grammars_bytes` covers the table, and GRAMMAR_BYTES each of
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import lzma
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from ondevice.constraints.constrained import Constrained
 from ondevice.constraints.constraint import Constraint
 from ondevice.constraints.grammars import GRAMMAR_BYTES, Grammars, GrammarVocabulary, grammars_bytes
 from ondevice.errors import ConstraintError
+from ondevice.tokenizer import load_tokenizer
 from ondevice.units import process_memory, trim_heap
-from tests.benchmarks.explain.mask_overhead import vocabularies
 from tests.support.paths import SHARED_DATA
 
 STEPS = 200
@@ -37,6 +38,35 @@ EXPLODING = [
     r"((a|b|c|d)*(a|b)(c|d)){3,40}x",
     r"[^x]*e[^x]{14}",
 ]
+
+
+def vocabularies() -> Iterator[tuple[str, GrammarVocabulary]]:
+    """Name and vocabulary of each tokenizer that is there."""
+    llama = SHARED_DATA / "tokenizers/llama2/tokenizer.model"
+    if llama.is_file():
+        tokenizer = load_tokenizer("sentencepiece", llama.read_bytes(), 1, (2,), True)
+        texts = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        yield (
+            "llama2",
+            GrammarVocabulary(
+                texts, tokenizer.special_tokens, (2,), lambda text: tokenizer.encode(text, add_bos=False)
+            ),
+        )
+    qwen = SHARED_DATA / "tokenizers/qwen/qwen.tiktoken"
+    if qwen.is_file():
+        texts = [base64.b64decode(line.split()[0]) for line in qwen.read_bytes().splitlines()]
+        ids = {text: token for token, text in enumerate(texts)}
+        yield "qwen", GrammarVocabulary(texts, {}, (len(texts) - 1,), lambda text: longest_first(text, ids))
+
+
+def longest_first(text: str, ids: dict[bytes, int]) -> list[int]:
+    """Tokens by the longest match, which takes about as long as byte-pair merges do."""
+    data, found, at = text.encode(), [], 0
+    while at < len(data):
+        length = next(n for n in range(min(24, len(data) - at), 0, -1) if data[at : at + n] in ids)
+        found.append(ids[data[at : at + length]])
+        at += length
+    return found
 
 
 def held() -> int:

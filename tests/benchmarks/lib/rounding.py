@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.converters.quantize import CUTS
+from tests.support.quantize_reference import CUTS
 
 Float64 = NDArray[np.float64]
 FITS = 4

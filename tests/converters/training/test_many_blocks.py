@@ -29,11 +29,12 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import Transformer
-from ondevice.training import convert_and_train, train_predictors
+from ondevice.training import train_predictors
 from tests.converters.test_rounding import by_text, logits
 from tests.support.bundles import VOCAB_SIZE, made_up_pieces, write_byte_tokenizer
 from tests.support.chat import squeeze
 from tests.support.engines import error, random_tokens
+from tests.support.trained_conversion import convert_and_train
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
