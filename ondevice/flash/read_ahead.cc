@@ -18,6 +18,7 @@ ReadAhead::ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Exte
     : reader_(std::move(reader)),
       max_slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
       nbytes_(max_slot_bytes_ * slots),
+      is_lent_(memory.data != nullptr),
       cyclic_(cyclic) {
   reader_->pool().require_running();
   if (slots < 2)
@@ -50,6 +51,7 @@ ReadAhead::Schedule ReadAhead::planned(const std::vector<Extent>& extents) const
     throw std::invalid_argument(
         "slots of " + std::to_string(max_slot_bytes_) + " bytes can't hold the largest extent (" +
         std::to_string(schedule.slot_bytes) + " bytes with its page and checksum boundaries)");
+  if (is_lent_) schedule.slot_bytes = max_slot_bytes_;
   return schedule;
 }
 

@@ -36,10 +36,11 @@ struct SlotMemory {
 // consumer at a time; close() may be called from any thread.
 class ReadAhead : public PieceSource {
  public:
-  // Memory for `slots` slots of `slot_bytes`, or for more of them where a schedule's extents are smaller. A
-  // slot must hold the largest extent, widened to whole checked units and to page boundaries. Throws
-  // std::invalid_argument for fewer than 2 slots, slots that are too small, memory of another size or not
-  // page-aligned, or an empty schedule, and std::out_of_range for an extent outside its file.
+  // Memory for `slots` slots of `slot_bytes`. Unless it is lent, it has more slots where a schedule's extents
+  // are smaller; a lender may use what an extent leaves of its slot. A slot must hold the largest extent,
+  // widened to whole checked units and to page boundaries. Throws std::invalid_argument for fewer than 2
+  // slots, slots that are too small, memory of another size or not page-aligned, or an empty schedule, and
+  // std::out_of_range for an extent outside its file.
   ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
             size_t slots, bool cyclic, SlotMemory memory = {});
   ~ReadAhead() override {
@@ -83,7 +84,7 @@ class ReadAhead : public PieceSource {
   };
   struct Schedule {
     std::vector<Planned> extents;
-    size_t slot_bytes = 0;  // of the largest extent
+    size_t slot_bytes = 0;  // what the largest extent needs, or a lender gave
   };
   struct Slot {
     size_t pending = 0;  // pieces that haven't arrived
@@ -101,6 +102,7 @@ class ReadAhead : public PieceSource {
   std::shared_ptr<FlashReader> reader_;
   Schedule schedule_;
   const size_t max_slot_bytes_, nbytes_;
+  const bool is_lent_;
   const bool cyclic_;
   std::shared_ptr<uint8_t> memory_;
   std::vector<Slot> slots_;

@@ -47,11 +47,11 @@ class ReadAhead:
         extents: the schedule.
         slot_bytes: size of each slot, rounded up to whole pages. A slot must hold all checked units of the
             largest extent, to page boundaries.
-        slots: number of slots, at least 2; a schedule of smaller extents has more of them in the same
-            memory. The consumer can hold all but one at a time.
+        slots: number of slots, at least 2. A schedule of smaller extents has more of them, unless `memory` is
+            given. The consumer can hold all but one at a time.
         cyclic: whether the schedule begins again after its last extent.
-        memory: for the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. None:
-            memory is allocated.
+        memory: for the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. Whoever
+            gives it may write behind an extent, to the end of its slot. None: memory is allocated.
     """
 
     def __init__(

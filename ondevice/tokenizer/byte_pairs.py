@@ -126,14 +126,14 @@ def table_bytes(start: bytes) -> int:
     """Upper bound of the bytes that reading a table takes in addition to its file.
 
     start: the file's first bytes. The pattern of special tokens' names takes 100 times their length, and each
-    name 250 bytes; the tokens of characters take 256 KiB.
+    name 350 bytes; the tokens of characters take 256 KiB.
     """
     if len(start) < HEADER.size:
         raise BundleError(f"{_FILE} can't be used: it has {len(start)} bytes and ends in its header")
     *_, added, length, _ = (int(number) for number in HEADER.unpack_from(start)[1:])
     most = 4 * MAX_SPECIAL_CHARS
     fixed = 1 << (19 if merges_characters(start) else 18)
-    return 110 * min(length, most) + 250 * min(added, most) + fixed
+    return 110 * min(length, most) + 350 * min(added, most) + fixed
 
 
 def composed(text: str) -> str:
