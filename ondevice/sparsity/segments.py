@@ -320,7 +320,7 @@ class SegmentPool(NeuronSource):
             ahead.release()
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
-        """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
+        """An empty segment for the next range of a layer, if its quota allows one and there is memory."""
         layer, quota = self._layers[index], self._quota[index]
         if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
