@@ -313,9 +313,9 @@ def page(made: Document) -> str:
 
 
 def part_of(case: str) -> str:
-    """The part of the runs that a case belongs to."""
-    named = next((part for part in ("quality", "drafts", "budget") if case.startswith(part)), "speed")
-    return "budgets" if named == "budget" else named
+    """The part of the runs that a case belongs to; every run of a model measures its files."""
+    parts = {"quality": "quality", "drafts": "drafts", "budget": "budgets", "convert": "files", "facts": "files"}
+    return next((part for begin, part in parts.items() if case.startswith(begin)), "speed")
 
 
 def with_stored_parts(made: Document, stored: Document) -> Document:
