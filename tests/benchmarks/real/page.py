@@ -314,7 +314,13 @@ def page(made: Document) -> str:
 
 def part_of(case: str) -> str:
     """The part of the runs that a case belongs to; every run of a model measures its files."""
-    parts = {"quality": "quality", "drafts": "drafts", "budget": "budgets", "convert": "files", "facts": "files"}
+    parts = {
+        "quality": "quality",
+        "drafts": "drafts",
+        "budget": "budgets",
+        "convert": "files",
+        "facts": "files",
+    }
     return next((part for begin, part in parts.items() if case.startswith(begin)), "speed")
 
 
