@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +188,14 @@ def run_ablation(
     from ondevice.commands.bench_reports import ablation_table
     from ondevice.measure.ablation import ablation
 
-    runtime = runtime_config(values)
-    take_interrupts()
-    with progress() as show:
-        result = ablation(
-            model,
-            runtime,
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            warm_up_tokens=BENCH_WARM_UP_TOKENS,
-            on_progress=show,
-        )
-    print_result(as_json, result.to_dict(), ablation_table(result))
+    measure = partial(
+        ablation,
+        model,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        warm_up_tokens=BENCH_WARM_UP_TOKENS,
+    )
+    _print_measured(measure, ablation_table, as_json, values)
 
 
 def run_parts(context: click.Context, model: str | None, as_json: bool, values: dict[str, Any]) -> None:
@@ -211,18 +208,21 @@ def run_parts(context: click.Context, model: str | None, as_json: bool, values: 
     if given["ablation"]:
         raise UsageError("--parts and --ablation are two benchmarks; give one of them")
     is_default = context.get_parameter_source("prompt_tokens") is ParameterSource.DEFAULT
+    sizes = {name: given[name] for name in ("prompt_tokens", "max_tokens", "runs")}
+    if is_default:
+        sizes["prompt_tokens"] = PARTS_PROMPT_TOKENS
+    _print_measured(partial(split_passes, model, **sizes), parts_table, as_json, values)
+
+
+def _print_measured(
+    measure: Callable[..., Any], table: Callable[[Any], str], as_json: bool, values: dict[str, Any]
+) -> None:
+    """Print what `measure` returns for the options: `table` of it, or its `to_dict()` as JSON."""
     runtime = runtime_config(values)
     take_interrupts()
     with progress() as show:
-        result = split_passes(
-            model,
-            runtime,
-            prompt_tokens=PARTS_PROMPT_TOKENS if is_default else given["prompt_tokens"],
-            max_tokens=given["max_tokens"],
-            runs=given["runs"],
-            on_progress=show,
-        )
-    print_result(as_json, result.to_dict(), parts_table(result))
+        result = measure(runtime=runtime, on_progress=show)
+    print_result(as_json, result.to_dict(), table(result))
 
 
 def compare(

@@ -142,9 +142,9 @@ NB_MODULE(_native, m) {
              return times;
            })
       .def("name_products", [](Runner& runner, const std::string& name) {
-        const auto found = std::find(kStepNames.begin(), kStepNames.end(), name);
-        require(found != kStepNames.end(), "no step has this name");
-        runner.name_products(static_cast<Step>(found - kStepNames.begin()));
+        const auto step = std::find(kStepNames.begin(), kStepNames.end(), name);
+        require(step != kStepNames.end(), "no step has this name");
+        runner.name_products(static_cast<Step>(step - kStepNames.begin()));
       });
   nb::module_ testing = m.def_submodule("testing", "For tests only.");
   bind_vector_ops(m);

@@ -141,7 +141,7 @@ void Runner::attention(const AttentionArgs& whole, int64_t tokens) {
 
 void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
   const Timed timed(times(), Step::kAttention, times() ? attention_macs(args, tokens) : 0,
-                    attention_bytes(args, tokens));
+                    times() ? attention_bytes(args, tokens) : 0);
   const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim;
   // A latent doesn't turn; the dimensions behind it do.
   const int64_t still = args.kv.latent, turning = dim - still;

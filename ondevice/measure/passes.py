@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitPass:
-    """A pass over `tokens` tokens after `position` others, the mean of several alike.
+    """A pass over `tokens` tokens after `position` others, the mean of several.
 
     seconds: from its begin to the next one's, by a clock of its own. parts: by the names of the kernels'
     steps, and `flash`.
@@ -142,7 +142,9 @@ def split_passes(
         for run in range(runs):
             on_progress((run + 1) / (runs + 2), f"run {run + 1} of {runs}")
             pairs.append(_generated(engine, prompt, sampling, read))
-        passes = [sorted(alike, key=lambda it: it.seconds)[runs // 2] for alike in zip(*pairs, strict=True)]
+        passes = [
+            sorted(of_runs, key=lambda it: it.seconds)[runs // 2] for of_runs in zip(*pairs, strict=True)
+        ]
         if drafts:
             passes.append(_drafted(engine, prompt, max_tokens, read))
         target = engine.kernel_target

@@ -23,11 +23,18 @@ from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
 from tests.benchmarks.explain.slice_reads import extents, rate
 from tests.benchmarks.lib.measure import STEADY_TOKENS, machine, note, require_rig, run_engine
+from tests.benchmarks.real.engines import LIMITED_TIMEOUT_SECONDS, PLAIN_MMAP
 
-PROMPT_TOKENS, MAX_TOKENS = 64, 32
-CONTEXT = 512
+MAX_TOKENS, CONTEXT = 32, 512
+RUN: dict[str, object] = {
+    "prompt": list(range(100, 164)),
+    "max_tokens": MAX_TOKENS,
+    "context": CONTEXT,
+    "warm_up": 0,
+    "kv_bits": 16,
+}
+"""What every engine is told of a run."""
 SLOTS = 16
-PLAIN_MMAP = {"load_mode": "mmap", "repack": False, "micro_batch": 0}
 LOADER_TOKENS = 5
 
 
@@ -51,13 +58,9 @@ def flash_rate(model: Path) -> float:
 def ours(args: argparse.Namespace, budget: int | str, speculation: str) -> dict[str, Any]:
     """One run of ondevice."""
     spec = {
+        **RUN,
         "model": str(args.model),
-        "prompt": list(range(100, 100 + PROMPT_TOKENS)),
-        "max_tokens": MAX_TOKENS,
-        "context": CONTEXT,
         "threads": args.threads,
-        "warm_up": 0,
-        "kv_bits": 16,
         "dram_budget": budget,
         "io": "auto",
         "sparsity": "dense",
@@ -69,27 +72,19 @@ def ours(args: argparse.Namespace, budget: int | str, speculation: str) -> dict[
 
 def llama_cpp(args: argparse.Namespace, limit: int) -> dict[str, Any]:
     """One run of llama.cpp under a limit."""
-    spec = {
-        "model": str(args.gguf),
-        "prompt": list(range(100, 100 + PROMPT_TOKENS)),
-        "max_tokens": MAX_TOKENS,
-        "context": CONTEXT,
-        "threads": args.threads,
-        "warm_up": 0,
-        "kv_bits": 16,
-        **PLAIN_MMAP,
-    }
-    return run_engine("run_llama_cpp", spec, limit, timeout_seconds=240.0)
+    spec = {**RUN, **PLAIN_MMAP, "model": str(args.gguf), "threads": args.threads}
+    return run_engine("run_llama_cpp", spec, limit, LIMITED_TIMEOUT_SECONDS)
 
 
 def layer_loader(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run of the loader that keeps one layer in memory."""
     spec = {"gguf": str(args.gguf), "folder": str(folder), "threads": args.threads}
     run_engine("run_layer_loader", {**spec, "only_store": True})
-    prompt = list(range(100, 100 + PROMPT_TOKENS))
     # Each file is read once in a pass, and the limit keeps none of them for the next one.
     limit = args.gguf.stat().st_size
-    return run_engine("run_layer_loader", {**spec, "prompt": prompt, "max_tokens": LOADER_TOKENS}, limit)
+    return run_engine(
+        "run_layer_loader", {**spec, "prompt": RUN["prompt"], "max_tokens": LOADER_TOKENS}, limit
+    )
 
 
 def speed(result: dict[str, Any]) -> float | None:
