@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -117,23 +116,20 @@ def process_logits(
     temperature 1.
     Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
     """
-    adjusted = _only(_adjust(logits, config, history, prompt_tokens), allowed)
-    scores = adjusted.astype(np.float64)
+    scores = _only(_adjust(logits, config, history, prompt_tokens), allowed).astype(np.float64)
     scores /= config.temperature or 1.0
     highest = scores.max()
     if not -np.inf < highest < np.inf:
-        raise _unusable(adjusted)
-    filtered = config.top_k or config.top_p < 1.0 or config.min_p or config.logit_bias
-    if not filtered and allowed is None:
-        return Candidates(_every_id(scores.size), scores)
-    kept = np.flatnonzero(scores > -np.inf)
-    if 0 < config.top_k < kept.size:
-        kept = kept[_largest(scores[kept], config.top_k)]
+        raise _unusable(scores)
+    # Filters mark what they leave out in place: with copies, a large vocabulary would take megabytes more.
+    if 0 < config.top_k < np.count_nonzero(scores > -np.inf):
+        scores[~_largest(scores, config.top_k)] = -np.inf
     if config.top_p < 1.0:
-        kept = kept[_nucleus(scores[kept], config.top_p)]
+        scores[~_nucleus(scores, config.top_p)] = -np.inf
     if config.min_p > 0.0:
-        kept = kept[scores[kept] >= highest + _log(np.array([config.min_p]))[0]]
-    return Candidates(kept, scores[kept])
+        scores[scores < highest + _log(np.array([config.min_p]))[0]] = -np.inf
+    ids = np.flatnonzero(scores > -np.inf)
+    return Candidates(ids, scores if ids.size == scores.size else scores[ids])
 
 
 def log_probabilities(
@@ -179,14 +175,6 @@ def _near_noise(state: int, token_ids: TokenIds) -> npt.NDArray[np.float32]:
     noise = np.negative(uniform).astype(np.float32)
     np.log(noise, out=noise)
     return np.negative(noise, out=noise)
-
-
-@lru_cache(maxsize=4)
-def _every_id(vocab_size: int) -> TokenIds:
-    """Token ids 0 .. vocab_size - 1 as a shared read-only array."""
-    ids = np.arange(vocab_size)
-    ids.flags.writeable = False
-    return ids
 
 
 def _noise_state(seed: int, position: int) -> int:
@@ -286,7 +274,7 @@ def _checked_ids(ids: TokenIds, vocab_size: int) -> TokenIds:
     return ids
 
 
-def _unusable(scores: npt.NDArray[np.float32]) -> OndeviceError:
+def _unusable(scores: npt.NDArray[np.float32] | Floats) -> OndeviceError:
     broken = np.flatnonzero(np.isnan(scores))
     if broken.size:
         return OndeviceError(
@@ -302,7 +290,12 @@ def _unusable(scores: npt.NDArray[np.float32]) -> OndeviceError:
 
 def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:
     """Mask of the `count` largest values, ties to the lower index."""
-    cut = np.partition(values, values.size - count)[values.size - count]
+    # Many equal values, as those that a filter left out, make a partition ten times slower.
+    finite, cut = values[values > -np.inf], -np.inf
+    if count <= finite.size:
+        finite.partition(finite.size - count)
+        cut = finite[finite.size - count]
+    del finite
     mask: npt.NDArray[np.bool_] = values > cut
     tied = np.flatnonzero(values == cut)
     mask[tied[: count - np.count_nonzero(mask)]] = True
@@ -310,17 +303,27 @@ def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:
 
 
 def _nucleus(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Mask of the smallest set of likeliest tokens that holds `top_p` of the probability.
+    """Mask (N,) of the smallest set of likeliest tokens that holds `top_p` of the probability.
 
     Nucleus sampling, Holtzman et al., arXiv 1904.09751. The token that crosses `top_p` is included.
     """
-    weights = _exp(scores - scores.max())
-    target = top_p * weights.cumsum()[-1]
-    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so they aren't in the
-    # nucleus. Leaving them out makes the sort short.
-    likely = np.sort(weights[weights >= 0.5 * (1.0 - top_p) / scores.size])[::-1]
-    count = int(np.searchsorted(likely.cumsum(), target)) + 1
-    return _largest(scores, min(count, likely.size))
+    highest, likely, count, total = scores.max(), scores[scores > -np.inf], 0, 0.0
+    least = 0.5 * (1.0 - top_p) / likely.size
+    for start in range(0, likely.size, _CHUNK):
+        weights = _exp(likely[start : start + _CHUNK] - highest)
+        total = np.append(total, weights).cumsum()[-1]
+        # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so they aren't in
+        # the nucleus. Leaving them out makes the sort short.
+        weights = weights[weights >= least]
+        likely[count : count + weights.size] = weights
+        count += weights.size
+    # Negative weights ascend where weights descend: sorting and summing in place need no other array.
+    sums = np.negative(likely[:count], out=likely[:count])
+    sums.sort()
+    np.cumsum(sums, out=sums)
+    needed = int(np.searchsorted(np.negative(sums, out=sums), top_p * total)) + 1
+    del likely, sums
+    return _largest(scores, min(needed, count))
 
 
 def _log(x: Floats) -> Floats:

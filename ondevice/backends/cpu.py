@@ -208,8 +208,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return out
 
     def _head_logits(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
-        """`linear` of the output head."""
-        out, first = self._buffer("linear", (len(x), head.rows)), 0
+        """`linear` of the output head, in memory of its own: callers keep logits while others are made."""
+        out, first = np.empty((len(x), head.rows), np.float32), 0
         # Units that don't stay in memory share it.
         together = [head.units] if head.is_held else [(unit,) for unit in head.units]
         for units in together:
@@ -480,7 +480,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return y
 
     def to_numpy(self, x: Float32) -> Float32:
-        return x.copy()
+        # Buffers are used again, and are all views; other arrays have memory of their own.
+        return x if x.base is None else x.copy()
 
     def scores(self, x: Float32, selector: Selector, norm: Norm | None = None) -> Float32:
         """The selector's scores of all neurons, (T, F), for norm(x), x (T, D)."""

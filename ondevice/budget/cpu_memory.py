@@ -10,6 +10,7 @@ from ondevice.backends.recurrent import AHEAD_TOKENS
 from ondevice.backends.stored_rows import tokens_at_once
 from ondevice.budget.memory_model import MemoryModel, input_bytes, input_form
 from ondevice.budget.sizes import (
+    SAMPLING_BYTES,
     BufferShape,
     MatrixShape,
     SegmentShape,
@@ -84,6 +85,11 @@ class CpuMemory(MemoryModel):
             # Experts are read straight into their slots.
             return BufferShape(GROUP_SIZE, 0, 0, 0)
         return self._fetch if self.selects_neurons else buffer_shape(self.config, self.quant)
+
+    @property
+    def _logit_bytes(self) -> int:
+        # The caller gets the head's output.
+        return 4
 
     def activation_bytes(self, tokens: int) -> int:
         # The heap keeps about a quarter more than is in use.
@@ -170,8 +176,8 @@ class CpuMemory(MemoryModel):
             layouts = [it for it in neuron_layouts(config, self.quant) if isinstance(it, SliceLayout)]
             tiles = (matrix.tile_bytes for layout in layouts for matrix in layout.tiles.matrices)
             hidden_values += self._threads * TILES_JOINED * max(tiles)
-        # Scores, ids and chances of every token, in float64, where a text is sampled by `top_p`.
-        sampling = 7 * 8 * vocab
-        # The head's output and the copy that the caller gets.
+        # Every token's logit, and where a text is sampled its score, id and chance of eight bytes each.
+        sampling = SAMPLING_BYTES * vocab
+        # The logits of several tokens, and those before them, which the caller still holds.
         scoring = 2 * 4 * vocab * min(self.pass_tokens, logits_rows(config))
         return tokens * per_token + max(sampling, scoring) + scores + hidden_values + self._lookup_bytes

@@ -227,9 +227,14 @@ class MemoryModel(ABC):
             held += 2 * (nodes - 1) * neurons
         # Each thread's values along a path through the tree.
         paths = self._threads * 4 * BLOCK_TOKENS * padded(config.head_width, 16)
-        # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
-        ahead = 2 * 4 * config.logits_size * (LOGITS_AHEAD - 1)
+        # Logits of the likely path beyond those of plain decoding.
+        ahead = self._logit_bytes * config.logits_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
+
+    @property
+    def _logit_bytes(self) -> int:
+        """Bytes of one token's logit where a text is decoded: the head's output and the caller's copy."""
+        return 2 * 4
 
     def joined_bytes(self, tokens: int) -> int:
         """Scratch memory that a pass over `tokens` tokens of several texts adds to one of one text.

@@ -9,6 +9,7 @@ from ondevice.backends.kv_layout import BLOCK_TOKENS
 from ondevice.backends.recurrent import RULE_TOKENS
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import (
+    SAMPLING_BYTES,
     BufferShape,
     SegmentShape,
     SlotShape,
@@ -195,7 +196,7 @@ class MlxMemory(MemoryModel):
             scores *= 3
             capped = 2 * 4 * context * config.query_size
         rows = min(self.pass_tokens, logits_rows(config))
-        logits = max(7 * 8, 3 * 4 * rows) * config.logits_size
+        logits = max(SAMPLING_BYTES, 3 * 4 * rows) * config.logits_size
         computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES + capped
         computed += self._recurrent_bytes(tokens)
         return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)

@@ -61,6 +61,8 @@ FETCH_STAGING_BYTES = 72 << 10
 DEFAULT_MAX_CONTEXT = 4096
 PREFILL_CHUNK, EXPERTS_CHUNK = 256, 512
 """Tokens of a chunk of a prompt; with experts, one of 512 takes 0.8 of the time of two (docs/experts.md)."""
+SAMPLING_BYTES = 32
+"""Most bytes per token of the vocabulary while one is drawn: its logit, and what `sample` takes beside it."""
 LOGITS_BYTES = 2 << 20
 """Target size of the logits that exist at once when every token's are computed."""
 DECODE_TOKENS = DRAFT_NODES

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.budget.sizes import SAMPLING_BYTES
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.sampling import (
@@ -133,18 +134,26 @@ def test_own_log_and_exp_are_accurate() -> None:
     assert (_exp(y[:9000]) == np.concatenate([_exp(y[:5000]), _exp(y[5000:9000])])).all()
 
 
-def test_sampling_a_large_vocabulary_takes_no_more_than_is_planned() -> None:
-    logits = random_logits(1 << 17)
-    config = SamplingConfig(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=1)
-    sample(logits, config, 0, [1])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize(
+    "filtering",
+    [{}, {"top_p": 0.9}, {"top_p": 0.999999}, {"top_k": 131_000, "top_p": 0.999999, "min_p": 1e-9}],
+    ids=str,
+)
+def test_sampling_a_large_vocabulary_takes_no_more_than_is_planned(
+    filtering: dict[str, float], scale: float
+) -> None:
+    logits = random_logits(1 << 17, scale=scale)
+    allowed = np.arange(logits.size) > 5
+    config = SamplingConfig(temperature=0.7, repetition_penalty=1.1, seed=1, **filtering)  # type: ignore[arg-type]
+    sample(logits, config, 0, [1], allowed)
     tracemalloc.start()
     try:
-        sample(logits, config, 1, [1])
+        sample(logits, config, 1, [1], allowed)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # A plan has 7 arrays of float64, `sampling` in `CpuMemory`.
-    assert peak < 7 * 8 * logits.size
+    assert peak + logits.nbytes < SAMPLING_BYTES * logits.size
 
 
 # --- greedy ---

@@ -1,10 +1,10 @@
 """Decoding from the smallest budget to everything resident, beside what flash allows and beside others.
 
-For each budget, inside a cgroup of that size with dropped caches: ondevice without drafts and as it is by
-default, and llama.cpp by plain mmap; with --layers, a loader that keeps one layer in memory, once. Before
-each round the bundle's slices are read alone, for the rate that flash gives then. A token needs at least the
-longer of its reads at that rate and of its time with everything resident: `over the bound` is its time over
-that. Prints a table and one JSON line.
+For each budget, inside a cgroup of that size with dropped caches: ondevice without drafts, and llama.cpp by
+plain mmap; with --layers, a loader that keeps one layer in memory, once. Before each round the bundle's
+slices are read alone, for the rate that flash gives then. A token needs at least the longer of its reads at
+that rate and of its time with everything resident: `over the bound` is its time over that. Prints a table
+and one JSON line.
 
     python -m tests.benchmarks.compare.budget_curve --model BUNDLE [--gguf FILE] [--layers] [--points 10]
 """
@@ -22,8 +22,15 @@ import ondevice
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
 from tests.benchmarks.explain.slice_reads import extents, rate
-from tests.benchmarks.lib.measure import STEADY_TOKENS, machine, note, require_rig, run_engine
-from tests.benchmarks.real.engines import LIMITED_TIMEOUT_SECONDS, PLAIN_MMAP
+from tests.benchmarks.lib.measure import (
+    LIMITED_TIMEOUT_SECONDS,
+    PLAIN_MMAP,
+    STEADY_TOKENS,
+    machine,
+    note,
+    require_rig,
+    run_engine,
+)
 
 MAX_TOKENS, CONTEXT = 32, 512
 RUN: dict[str, object] = {
@@ -55,8 +62,8 @@ def flash_rate(model: Path) -> float:
         return rate(reader, extents(bundle, whole=True), SLOTS)
 
 
-def ours(args: argparse.Namespace, budget: int | str, speculation: str) -> dict[str, Any]:
-    """One run of ondevice."""
+def ours(args: argparse.Namespace, budget: int | str) -> dict[str, Any]:
+    """One run of ondevice without drafts."""
     spec = {
         **RUN,
         "model": str(args.model),
@@ -65,7 +72,7 @@ def ours(args: argparse.Namespace, budget: int | str, speculation: str) -> dict[
         "io": "auto",
         "sparsity": "dense",
         "temperature": 0.0,
-        "speculation": speculation,
+        "speculation": "off",
     }
     return run_engine("run_ondevice", spec, budget if isinstance(budget, int) else None)
 
@@ -97,12 +104,12 @@ def measure(args: argparse.Namespace, budget: int, resident: float) -> dict[str,
     rows: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         flash = flash_rate(args.model)
-        off, drafting = ours(args, budget, "off"), ours(args, budget, "auto")
-        values = {"flash": flash / 1e9, "off": speed(off), "auto": speed(drafting)}
-        if off["survived"]:
-            read = off["steady"]["flash_bytes_read"] / (MAX_TOKENS - STEADY_TOKENS)
-            values |= {"read_mb": read / 1e6, "over": 1 / off["decode_tokens_per_second"]}
-            values["over"] /= max(read / flash, 1 / resident)
+        result = ours(args, budget)
+        values = {"flash": flash / 1e9, "ondevice": speed(result)}
+        if result["survived"]:
+            read = result["steady"]["flash_bytes_read"] / (MAX_TOKENS - STEADY_TOKENS)
+            seconds = 1 / result["decode_tokens_per_second"]
+            values |= {"read_mb": read / 1e6, "over": seconds / max(read / flash, 1 / resident)}
         if args.gguf is not None:
             values["llama.cpp"] = speed(llama_cpp(args, budget))
         for name, value in values.items():
@@ -122,19 +129,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     require_rig()
-    resident = float(speed(ours(args, "auto", "off")) or 0.0)
+    resident = float(speed(ours(args, "auto")) or 0.0)
     note(f"everything resident: {resident:.1f} tokens/s")
     rows = [measure(args, budget, resident) for budget in budgets(args.model, args.points)]
-    columns = ("budget_mb", "off", "auto", "llama.cpp", "read_mb", "flash", "over")
-    titles = (
-        "budget, MB",
-        "tokens/s",
-        "with drafts",
-        "llama.cpp",
-        "MB read",
-        "flash, GB/s",
-        "over the bound",
-    )
+    columns = ("budget_mb", "ondevice", "llama.cpp", "read_mb", "flash", "over")
+    titles = ("budget, MB", "ondevice, tokens/s", "llama.cpp", "MB read", "flash, GB/s", "over the bound")
     print("| " + " | ".join(titles) + " |")
     print("| --- |" + " --- |" * (len(columns) - 1))
     for row in rows:

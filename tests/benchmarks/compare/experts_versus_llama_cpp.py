@@ -47,7 +47,6 @@ from tests.benchmarks.lib.expert_cases import (
     CONTEXT,
     DECODE,
     GB,
-    PLAIN_MMAP,
     ROUTING,
     Case,
     Round,
@@ -58,7 +57,7 @@ from tests.benchmarks.lib.expert_cases import (
     token_bytes,
     verdict,
 )
-from tests.benchmarks.lib.measure import Result, machine, note, require_rig, run_engine
+from tests.benchmarks.lib.measure import PLAIN_MMAP, Result, machine, note, require_rig, run_engine
 from tests.benchmarks.lib.ondevice_bundle import convert_command
 from tests.benchmarks.lib.routed_experts import (
     FIRST,

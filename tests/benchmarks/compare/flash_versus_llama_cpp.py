@@ -14,14 +14,12 @@ import sys
 from pathlib import Path
 
 from tests.benchmarks.compare.versus_llama_cpp import (
-    DEFAULT,
-    PLAIN_MMAP,
     Case,
     Rivals,
     measure_case,
     report_synthetic,
 )
-from tests.benchmarks.lib.measure import require_rig
+from tests.benchmarks.lib.measure import LLAMA_CPP_DEFAULT, PLAIN_MMAP, require_rig
 from tests.benchmarks.lib.random_model import LLAMA_7B, gguf_file
 from tests.benchmarks.lib.synthetic import Plant, synthetic_bundle
 from tests.support.paths import ROOT
@@ -45,7 +43,7 @@ def _case(name: str, at_least: float, aim: float, sparsity: str, share: float, m
         share=share,
         sparsity=sparsity,
         temperature=RANDOM_TEXT,
-        rival=(PLAIN_MMAP,) if share else (DEFAULT, PLAIN_MMAP),
+        rival=(PLAIN_MMAP,) if share else (LLAMA_CPP_DEFAULT, PLAIN_MMAP),
     )
 
 

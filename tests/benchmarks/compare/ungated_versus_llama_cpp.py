@@ -15,8 +15,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.compare.versus_llama_cpp import PLAIN_MMAP, Case, Rivals, measure_case, report_synthetic
-from tests.benchmarks.lib.measure import require_rig
+from tests.benchmarks.compare.versus_llama_cpp import Case, Rivals, measure_case, report_synthetic
+from tests.benchmarks.lib.measure import PLAIN_MMAP, require_rig
 from tests.benchmarks.lib.planted_opt import OPT_6_7B, OPT_SMALL, PlantedOpt, ungated_gguf
 from tests.benchmarks.lib.synthetic import Plant, synthetic_bundle
 from tests.support.paths import ROOT

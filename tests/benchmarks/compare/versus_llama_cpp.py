@@ -20,6 +20,8 @@ from tests.benchmarks.compare.flash_versus_fio import fio_in_order
 from tests.benchmarks.explain.dram import dram_gigabytes_per_second
 from tests.benchmarks.lib.measure import (
     KILLED,
+    LLAMA_CPP_DEFAULT,
+    PLAIN_MMAP,
     Result,
     drop_caches,
     machine,
@@ -34,8 +36,6 @@ from tests.benchmarks.lib.random_model import LLAMA_7B, gguf_file, huggingface_f
 from tests.support.paths import ROOT
 
 HEADLINE_BYTES = 4_000_000_000
-DEFAULT = {"load_mode": "default", "repack": True, "micro_batch": 0}
-PLAIN_MMAP = {"load_mode": "mmap", "repack": False, "micro_batch": 0}
 # From the fastest if it survives to the leanest; each context's best survivor is found before its pairs.
 HEADLINE_SETTINGS = (
     {"load_mode": "direct_io", "repack": True, "micro_batch": 0},
@@ -65,7 +65,7 @@ class Case:
     limit_bytes: int = 0
     sparsity: str = "dense"
     temperature: float = 0.0
-    rival: tuple[Mapping[str, object], ...] = (DEFAULT,)
+    rival: tuple[Mapping[str, object], ...] = (LLAMA_CPP_DEFAULT,)
 
     @property
     def lower_is_better(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from ondevice.backends.base import Int32
 from ondevice.units import PAGE_BYTES
 from tests.benchmarks.lib.hybrid_gguf import BLOCK, BLOCK_BYTES
-from tests.benchmarks.lib.measure import Result, spread
+from tests.benchmarks.lib.measure import LLAMA_CPP_DEFAULT, PLAIN_MMAP, Result, spread
 from tests.benchmarks.lib.routed_experts import (
     GPT_OSS_20B,
     QWEN3_30B_A3B,
@@ -27,8 +27,6 @@ CONTEXT = 2048
 LEFT_OUT = 16
 TRACE_PROMPT = 28
 """Tokens of the trace's own prompt."""
-PLAIN_MMAP = {"load_mode": "mmap", "repack": False, "micro_batch": 0}
-DEFAULT = {"load_mode": "default", "repack": True, "micro_batch": 0}
 DECODE, PREFILL, START = (
     "decode_tokens_per_second",
     "prefill_tokens_per_second",
@@ -92,7 +90,7 @@ CASES = (
     Case("decode-8", 10, 30, budget=8 * GB, their_tokens=LEFT_OUT + 48, share=ROOFLINE),
     Case("decode-12", 1.3, 4, budget=12 * GB, share=ROOFLINE),
     Case("prefill-8", 3, 6, PREFILL, 8 * GB, prompt=512, tokens=1, their_tokens=1),
-    Case("decode-resident", 1.2, 1.5, warm_up=QWEN3_30B_A3B.steps, settings=(DEFAULT, PLAIN_MMAP)),
+    Case("decode-resident", 1.2, 1.5, warm_up=QWEN3_30B_A3B.steps, settings=(LLAMA_CPP_DEFAULT, PLAIN_MMAP)),
     Case("start-8", 3, 6, START, 8 * GB, prompt=16, tokens=1, their_tokens=1),
 )
 NOTHING_ASKED = tuple(replace(case, at_least=0, aim=0, share=(0.0, 0.0)) for case in CASES)

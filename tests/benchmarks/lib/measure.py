@@ -34,6 +34,11 @@ NO_CGROUP = "skipped: needs root and a memory cgroup"
 # Decode rates leave out the first tokens of both engines, when memory still fills: ours with the neurons that
 # stay resident, a mapped file's with its pages.
 STEADY_TOKENS = 8
+LLAMA_CPP_DEFAULT = {"load_mode": "default", "repack": True, "micro_batch": 0}
+PLAIN_MMAP = {"load_mode": "mmap", "repack": False, "micro_batch": 0}
+"""llama.cpp with its weights in the page cache alone, as a limit below the file needs it."""
+LIMITED_TIMEOUT_SECONDS = 240.0
+"""Of runs in less memory than the file: what takes longer makes less than a token in seven seconds."""
 
 
 def require_rig(fio: bool = False) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 
 from real_models.cache import sha256_of
 from tests.benchmarks.lib.measure import (
+    LIMITED_TIMEOUT_SECONDS,
+    LLAMA_CPP_DEFAULT,
     NO_CGROUP,
+    PLAIN_MMAP,
     can_drop_caches,
     cgroup_version,
     drop_caches,
@@ -25,14 +28,10 @@ from tests.benchmarks.lib.ondevice_bundle import ONDEVICE as COMMAND
 from tests.benchmarks.real.cases import DRAFTING, FIRST_TOKENS, LLAMA_CPP, ONDEVICE, Case
 
 TIMEOUT_SECONDS = 1_200.0
-LIMITED_TIMEOUT_SECONDS = 240.0
-"""Of runs in less memory than the file: what takes longer makes less than a token in seven seconds."""
 NOT_COLD = "skipped: needs root, to drop caches"
-LLAMA_CPP_DEFAULT = {"load_mode": "default", "repack": True, "micro_batch": 0}
 UNCOUNTED_BYTES = 32 << 20
 """Pages of programs and libraries at most that a limit doesn't count, as another process has them mapped."""
 VOID = "void: other programs hold its files in memory, which its limit didn't count"
-PLAIN_MMAP = {"load_mode": "mmap", "repack": False, "micro_batch": 0}
 KEPT = (
     "survived",
     "reason",
