@@ -20,8 +20,6 @@ FIRST_TOKENS = 24
 """Length of the first reply whose rate is compared with the steady one."""
 SETTLING_TOKENS = 8
 """Tokens that a decode rate leaves out."""
-DRAFT_SHARE = 57
-"""Per cent of the GGUF's size in which drafts are measured, besides everything resident."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: the whole, or the quick part of it."""
+    """How much is measured: the whole, or the quick part of it.
+
+    shares: per cent of the GGUF's size to which both engines are held; draft_shares: those in which drafts
+    are measured, besides everything resident.
+    """
 
     name: str
     models: tuple[str, ...]
@@ -65,7 +67,7 @@ class Size:
     drafters: tuple[str, ...]
     draft_rounds: int
     draft_tokens: int
-    drafts_in_share: bool
+    draft_shares: tuple[int, ...]
     quality_tokens: int
 
     def cases(self, context: int) -> list[Case]:
@@ -97,7 +99,7 @@ WHOLE = Size(
     drafters=("off", "auto", "lookup", "recycling", "resident", "model"),
     draft_rounds=2,
     draft_tokens=48,
-    drafts_in_share=True,
+    draft_shares=(80, 65, 57, 45, 35),
     quality_tokens=16_384,
 )
 QUICK = Size(
@@ -111,7 +113,7 @@ QUICK = Size(
     drafters=("off", "auto"),
     draft_rounds=1,
     draft_tokens=48,
-    drafts_in_share=False,
+    draft_shares=(),
     quality_tokens=2_048,
 )
 SIZES = {size.name: size for size in (WHOLE, QUICK)}

@@ -10,7 +10,6 @@ from typing import Any
 
 from real_models.table import REAL_MODELS
 from tests.benchmarks.real.cases import (
-    DRAFT_SHARE,
     DRAFTING,
     ENGINES,
     LIMITED_ARMS,
@@ -216,7 +215,8 @@ def draw_budgets(made: Document, path: Path) -> None:
 def drafts(table: Table) -> str:
     rows = []
     for model in table.models():
-        for case, memory in (("drafts-resident", "resident"), (f"drafts-{DRAFT_SHARE}", f"{DRAFT_SHARE} %")):
+        limited = [(f"drafts-{share}", f"{share} %") for share in WHOLE.draft_shares]
+        for case, memory in (("drafts-resident", "resident"), *limited):
             for drafter in WHOLE.drafters:
                 row = table.cases.get((model, case, drafter))
                 if row is None:

@@ -26,7 +26,6 @@ from tests.benchmarks.lib.measure import machine, note
 from tests.benchmarks.real import engines
 from tests.benchmarks.real.cases import (
     DRAFT_MODELS,
-    DRAFT_SHARE,
     ENGINES,
     MODELS,
     ONDEVICE,
@@ -82,8 +81,7 @@ class Bench:
             drafters.append("model")
         plans: list[tuple[str, int | None, list[str], int]]
         plans = [("drafts-resident", None, drafters, size.draft_rounds)]
-        if size.drafts_in_share:
-            plans.append((f"drafts-{DRAFT_SHARE}", DRAFT_SHARE, ["off", "auto", "resident"], 1))
+        plans += [(f"drafts-{share}", share, ["off", "auto", "resident"], 1) for share in size.draft_shares]
         for case, share, arms, rounds in plans:
             for number in range(rounds):
                 for drafter in arms:
