@@ -52,14 +52,15 @@ class CpuFeedForward(FeedForwardLayer):
 
     def hold_all(self, read_bytes: int) -> None:
         """Read all neurons into one resident segment, `read_bytes` bytes, or a block, at a time."""
-        segment, source = self.new_segment(), self.source
+        (segment,), source = self.new_segments(1), self.source
         step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
         for first in range(0, source.num_neurons, step):
             self.pack(segment, 0, first, source.read(first, min(step, source.num_neurons - first)))
         self.segments.append(segment)
 
-    def new_segment(self, high_plane: bool = False) -> _native.Segment:
-        return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
+    def new_segments(self, count: int, high_planes: bool = False) -> list[_native.Segment]:
+        nbytes = self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS)
+        return [_native.Segment(nbytes) for _ in range(count)]
 
     def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
         neurons = self.segment_range(index)
@@ -70,6 +71,8 @@ class CpuFeedForward(FeedForwardLayer):
 
 class CpuSlices(FeedForwardLayer):
     """One layer's slices. A segment is a slice's tiles, or its high plane alone, (bytes,)."""
+
+    shares_mappings = True
 
     def __init__(
         self, runner: _native.Runner, index: int, source: FeedForwardSource, biases: Biases = NO_BIASES
@@ -91,10 +94,10 @@ class CpuSlices(FeedForwardLayer):
     def high_bytes(self) -> int:
         return self.slices.partial_bytes
 
-    def new_segment(self, high_plane: bool = False) -> Bytes:
-        # Its pages are mapped on the calling thread, not while a pass fills it.
-        nbytes = self.slices.high_bytes if high_plane else self.slices.tiles.stride
-        return _native.allocate(nbytes, populated=True)
+    def new_segments(self, count: int, high_planes: bool = False) -> list[Bytes]:
+        nbytes = self.slices.high_bytes if high_planes else self.slices.tiles.stride
+        # Pages are mapped on the calling thread, not while a pass fills them.
+        return list(_native.allocate(count * nbytes, populated=True).reshape(count, nbytes))
 
     def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
         high, low = np.split(records[0], [self.slices.high_bytes])

@@ -81,6 +81,9 @@ class FeedForwardLayer:
         self.piece_memory = PieceMemory()
         """Counts pieces in use. A pool uses its first layer's for all of its layers."""
 
+    shares_mappings = False
+    """Whether segments that were made together are freed together."""
+
     @property
     def high_bytes(self) -> int:
         """Bytes of a segment's high plane; 0 if the layer has no planes."""
@@ -112,10 +115,10 @@ class FeedForwardLayer:
         first = index * self.segment_neurons
         return range(first, min(first + self.segment_neurons, self.source.num_neurons))
 
-    def new_segment(self, high_plane: bool = False) -> Segment:
-        """An empty segment for `segment_neurons` neurons, or for their high plane alone.
+    def new_segments(self, count: int, high_planes: bool = False) -> list[Segment]:
+        """`count` empty segments for `segment_neurons` neurons each, or for their high planes alone.
 
-        Any thread may call it. Raises MemoryError.
+        They lie in one mapping if `shares_mappings`. Any thread may call it. Raises MemoryError.
         """
         raise NotImplementedError
 

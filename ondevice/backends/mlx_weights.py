@@ -439,9 +439,9 @@ class MlxFeedForward(FeedForwardLayer):
             rows = {name: (offset - start, row) for name, (offset, row) in rows.items() if name != "gate"}
         return GatheredNeurons(count, rows, self._dtype)
 
-    def new_segment(self, high_plane: bool = False) -> MlxSegment:
-        """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
-        return MlxSegment()
+    def new_segments(self, count: int, high_planes: bool = False) -> list[MlxSegment]:
+        """Empty segments. `pack` allocates their memory, as MLX computes only on the passes' thread."""
+        return [MlxSegment() for _ in range(count)]
 
     def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
         """The neurons of a piece, records (n, stride), which begins at neuron `first`. Call once per read."""

@@ -1,12 +1,14 @@
 """The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
 
-Each segment is a separate mapping of a contiguous range of one layer's neurons, as its backend multiplies
-them; a layer's segments are a prefix of its neurons. After them, a layer of slices may hold high planes
-alone: of such slices a pass reads the low planes. Every pass reads all other neurons from flash, in stored
-order and ahead of use. The memory plan decides the number of segments; the pool owns them.
+A segment is a contiguous range of one layer's neurons, as its backend multiplies them; a layer's segments are
+a prefix of its neurons. After them, a layer of slices may hold high planes alone: of such slices a pass reads
+the low planes. Every pass reads all other neurons from flash, in stored order and ahead of use. The memory
+plan decides the number of segments; the pool owns them.
 
 Passes fill the segments with neurons that they read anyway. A thread of the pool gets the memory for them
-from the operating system, and they wait for it.
+from the operating system, and they wait for it. Segments that come and go one by one are separate mappings. A
+layer's high planes lie in one, and so do all of its segments where it may hold them all: large pages, which
+the system gives to large mappings alone, are multiplied 1.05 times as fast.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 from ondevice.backends.base import Bytes
@@ -33,7 +34,7 @@ from ondevice.stats import PassTimes
 log = logging.getLogger(__name__)
 
 SEGMENTS_AHEAD = 4
-"""Most empty segments that wait for neurons."""
+"""Empty segments waiting for neurons from which on no more memory is requested."""
 
 
 class SegmentPiece(NamedTuple):
@@ -62,6 +63,20 @@ class LayerQuota(NamedTuple):
             return LayerQuota(count, 0)
         segments = max(0, count - layer.num_segments)
         return LayerQuota(segments, min(count, layer.num_segments) - segments)
+
+
+class SegmentKind(NamedTuple):
+    """A layer's segments, or its high planes."""
+
+    layer: int
+    are_planes: bool
+
+
+class RequestedSegments(NamedTuple):
+    """Segments that a thread makes together."""
+
+    segments: int
+    memory: Future[list[Segment]]
 
 
 class SegmentPool(NeuronSource):
@@ -94,11 +109,9 @@ class SegmentPool(NeuronSource):
         self._slots = slots
         self._quota = [LayerQuota(0, 0)] * len(layers)
         self._allocator: ThreadPoolExecutor | None = None
-        sizes = zip(layers, segment_bytes, strict=True)
-        self._empty: dict[int, deque[Future[Segment]]] = {
-            nbytes: deque() for layer, segment in sizes for nbytes in (segment, layer.high_bytes) if nbytes
-        }
-        """Segments that are allocated ahead of use, by their size."""
+        self._requested: dict[SegmentKind, deque[RequestedSegments]] = {}
+        self._empty: dict[SegmentKind, list[Segment]] = {}
+        """Segments that wait for neurons, last first."""
         self._ahead: ReadAhead | None = None
         self._memory = layers[0].piece_memory
         self._held: deque[Any] = deque()
@@ -123,7 +136,9 @@ class SegmentPool(NeuronSource):
     @property
     def nbytes(self) -> int:
         """Bytes of the segments that exist, filled or still empty."""
-        return self.filled_bytes + sum(nbytes * len(empty) for nbytes, empty in self._empty.items())
+        return self.filled_bytes + sum(
+            self._waiting(kind) * self._size(kind) for kind in self._requested.keys() | self._empty.keys()
+        )
 
     @property
     def filled_bytes(self) -> int:
@@ -151,17 +166,20 @@ class SegmentPool(NeuronSource):
     def resize(self, quota: Sequence[int]) -> None:
         """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
 
-        If a layer's number of segments changes, its high planes are freed too.
+        Segments that were made together are freed together. Where a layer's number of segments changes, its
+        high planes are freed too.
         """
+        before = self._quota
         self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
         self._complete = False
-        for layer, (segments, high_planes) in zip(self._layers, self._quota, strict=True):
-            if len(layer.segments) != segments:
-                layer.high_planes.clear()
-            del layer.segments[segments:], layer.high_planes[high_planes:]
-        for nbytes, empty in self._empty.items():
-            while len(empty) > self._missing(nbytes):
-                _drop(empty.pop())
+        for index, (layer, former, allowed) in enumerate(zip(self._layers, before, self._quota, strict=True)):
+            if allowed.segments == former.segments and allowed.high_planes >= former.high_planes:
+                continue
+            self._drop_empty(index)
+            layer.high_planes.clear()
+            if layer.shares_mappings and former.segments == layer.num_segments:
+                layer.segments.clear()
+            del layer.segments[allowed.segments :]
 
     def hold(self, cancelled: IsCancelled = never_cancelled) -> bool:
         """Fill the quota now, before any pass. Raises FlashReadError, MemoryError.
@@ -170,14 +188,15 @@ class SegmentPool(NeuronSource):
         """
         for layer, (count, _) in zip(self._layers, self._quota, strict=True):
             while len(layer.segments) < min(count, layer.num_segments):
-                index, filling = len(layer.segments), layer.new_segment()
-                neurons = layer.segment_range(index)
-                for first in range(neurons.start, neurons.stop, self._piece_neurons):
-                    if cancelled():
-                        return False
-                    piece = min(self._piece_neurons, neurons.stop - first)
-                    layer.pack(filling, index, first, layer.source.read(first, piece))
-                layer.segments.append(filling)
+                for filling in layer.new_segments(self._made_together(layer, count)):
+                    index = len(layer.segments)
+                    neurons = layer.segment_range(index)
+                    for first in range(neurons.start, neurons.stop, self._piece_neurons):
+                        if cancelled():
+                            return False
+                        piece = min(self._piece_neurons, neurons.stop - first)
+                        layer.pack(filling, index, first, layer.source.read(first, piece))
+                    layer.segments.append(filling)
         return True
 
     def keep_dense(self, quota: Sequence[int]) -> None:
@@ -188,9 +207,8 @@ class SegmentPool(NeuronSource):
         self._stop_reading()
         self._quota = [LayerQuota(0, 0)] * len(self._layers)
         self._complete = False
-        for empty in self._empty.values():
-            while empty:
-                _drop(empty.pop())
+        for index in range(len(self._layers)):
+            self._drop_empty(index)
         if self._allocator is not None:
             self._allocator.shutdown()
             self._allocator = None
@@ -200,34 +218,67 @@ class SegmentPool(NeuronSource):
             # Breaks the cycle of pool and layer, so that memory is freed without the garbage collector.
             layer.neurons = ClosedNeurons()
 
-    def _missing(self, nbytes: int) -> int:
-        """Number of segments of this size within the quota that don't hold neurons yet."""
-        missing = 0
-        for layer, quota, segment in zip(self._layers, self._quota, self._segment_bytes, strict=True):
-            missing += (quota.segments - len(layer.segments)) * (segment == nbytes)
-            missing += (quota.high_planes - len(layer.high_planes)) * (layer.high_bytes == nbytes)
-        return missing
+    @staticmethod
+    def _made_together(layer: FeedForwardLayer, allowed: int) -> int:
+        """Number of a layer's next segments, of `allowed` ones in all, that are made together."""
+        may_hold_all = allowed >= layer.num_segments > len(layer.segments)
+        return layer.num_segments - len(layer.segments) if layer.shares_mappings and may_hold_all else 1
 
-    def _allocate(self, nbytes: int, missing: int) -> None:
-        """Request memory for `missing` segments of a size, for at most SEGMENTS_AHEAD at a time."""
-        allocate, empty = self._allocation(nbytes), self._empty[nbytes]
-        while len(empty) < min(SEGMENTS_AHEAD, missing):
-            if self._allocator is None:
-                self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
-            try:
-                empty.append(self._allocator.submit(allocate))
-            except RuntimeError as error:
-                # The system has no thread left, or the program is exiting: passes go on from flash.
-                log.info("no thread to allocate feed-forward segments: %s", error)
-                self._allocator = None
+    def _waiting(self, kind: SegmentKind) -> int:
+        """Number of segments of a kind that wait for neurons, made or only requested."""
+        requested = sum(of.segments for of in self._requested.get(kind, ()))
+        return requested + len(self._empty.get(kind, ()))
+
+    def _size(self, kind: SegmentKind) -> int:
+        """Bytes of a segment of a kind."""
+        return self._layers[kind.layer].high_bytes if kind.are_planes else self._segment_bytes[kind.layer]
+
+    def _missing(self, start: int) -> Iterator[tuple[SegmentKind, int]]:
+        """Yields which segments wait nowhere yet: of what kind, and how many of them are made together.
+
+        They come in the order in which passes fill them, from layer `start` on.
+        """
+        for index in [*range(start, len(self._layers)), *range(start)]:
+            layer, quota = self._layers[index], self._quota[index]
+            kind = SegmentKind(index, are_planes=False)
+            together = self._made_together(layer, quota.segments)
+            for _ in range((quota.segments - len(layer.segments) - self._waiting(kind)) // together):
+                yield kind, together
+            kind = SegmentKind(index, are_planes=True)
+            if (planes := quota.high_planes - len(layer.high_planes) - self._waiting(kind)) > 0:
+                yield kind, planes
+
+    def _request_ahead(self, start: int) -> None:
+        """Request memory for the next segments that passes fill, from layer `start` on."""
+        ahead = sum(map(self._waiting, self._requested.keys() | self._empty.keys()))
+        for kind, count in self._missing(start):
+            if ahead >= SEGMENTS_AHEAD or not self._request(kind, count):
                 return
+            ahead += count
 
-    def _allocation(self, nbytes: int) -> Callable[[], Segment]:
-        """A function that makes a segment of this size."""
-        if nbytes in self._segment_bytes:
-            return self._layers[self._segment_bytes.index(nbytes)].new_segment
-        layer = next(layer for layer in self._layers if layer.high_bytes == nbytes)
-        return partial(layer.new_segment, high_plane=True)
+    def _request(self, kind: SegmentKind, count: int) -> bool:
+        """Request memory for `count` segments of a kind. Returns False if there is no thread for it."""
+        if self._allocator is None:
+            self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
+        make = self._layers[kind.layer].new_segments
+        try:
+            requested = RequestedSegments(count, self._allocator.submit(make, count, kind.are_planes))
+        except RuntimeError as error:
+            # The system has no thread left, or the program is exiting: passes go on from flash.
+            log.info("no thread to allocate feed-forward segments: %s", error)
+            self._allocator = None
+            return False
+        self._requested.setdefault(kind, deque()).append(requested)
+        return True
+
+    def _drop_empty(self, layer: int) -> None:
+        """Drop a layer's empty segments, and those not made yet."""
+        for kind in (SegmentKind(layer, are_planes=False), SegmentKind(layer, are_planes=True)):
+            self._empty.pop(kind, None)
+            for requested in self._requested.pop(kind, ()):
+                if not requested.memory.cancel():
+                    # The memory is freed with the future; an error of its allocation no longer matters.
+                    requested.memory.exception()
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
@@ -324,18 +375,26 @@ class SegmentPool(NeuronSource):
         layer, quota = self._layers[index], self._quota[index]
         if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
-        nbytes = self._segment_bytes[index] if segment < quota.segments else layer.high_bytes
-        empty = self._empty[nbytes]
-        if not empty:
-            return None
-        # Memory comes sooner than the next pass could read the neurons again.
-        future = empty.popleft()
-        if future.exception() is not None:
-            # The system has no memory to spare now: this pass continues from flash.
-            log.warning("no memory for a feed-forward segment: %s", future.exception())
-            return None
-        self._allocate(nbytes, self._missing(nbytes) - 1)
-        return future.result()
+        kind = SegmentKind(index, are_planes=segment >= quota.segments)
+        if kind not in self._empty:
+            if kind not in self._requested:
+                count = next((count for missing, count in self._missing(index) if missing == kind), 0)
+                if not count or not self._request(kind, count):
+                    return None
+            requested = self._requested[kind].popleft()
+            if not self._requested[kind]:
+                del self._requested[kind]
+            # Memory comes sooner than the next pass could read the neurons again.
+            if (error := requested.memory.exception()) is not None:
+                # The system has no memory to spare now: this pass continues from flash.
+                log.warning("no memory for a feed-forward segment: %s", error)
+                return None
+            self._empty[kind] = requested.memory.result()[::-1]
+        self._request_ahead(index)
+        empty = self._empty[kind].pop()
+        if not self._empty[kind]:
+            del self._empty[kind]
+        return empty
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Drop newly resident neurons from the schedule, and request memory for missing segments.
@@ -344,8 +403,7 @@ class SegmentPool(NeuronSource):
         """
         if self._complete:
             return
-        for nbytes in self._empty:
-            self._allocate(nbytes, self._missing(nbytes))
+        self._request_ahead(0)
         if self._scheduled != self._held_segments():
             self._pieces = []
         self._complete = all(len(layer.segments) == layer.num_segments for layer in self._layers)
@@ -386,13 +444,6 @@ def _extent(layer: FeedForwardLayer, first: int, stop: int, skipped_bytes: int) 
     source, layout = layer.source, layer.source.layout
     start = DATA_OFFSET + first // layout.neurons * layout.stride
     return Extent(source.file, start + skipped_bytes, layout.nbytes(stop - first) - skipped_bytes)
-
-
-def _drop(empty: Future[Segment]) -> None:
-    """Drop an empty segment."""
-    if not empty.cancel():
-        # The segment's memory is freed with it; an error of its allocation no longer matters.
-        empty.exception()
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:

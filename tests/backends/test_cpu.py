@@ -52,7 +52,7 @@ def lend(layer: FeedForwardLayer, segments: int) -> None:
     del layer.segments[:]
     for index in range(segments):
         neurons = layer.segment_range(index)
-        segment = layer.new_segment()
+        (segment,) = layer.new_segments(1)
         layer.pack(segment, index, neurons.start, layer.source.read(neurons.start, len(neurons)))
         layer.segments.append(segment)
 

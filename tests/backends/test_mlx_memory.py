@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("usual_threads", "mlx_device")
 def streamed() -> Iterator[pytest.MonkeyPatch]:
     """While it lasts no segment gets memory, so that every pass reads all neurons; `undo()` ends it."""
     own = pytest.MonkeyPatch()
-    own.setattr(SegmentPool, "_allocate", lambda self, nbytes, missing: None)
+    own.setattr(SegmentPool, "_request", lambda self, kind, count: False)
     yield own
     own.undo()
 
@@ -305,7 +305,7 @@ with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
     piece = stream.allocate(1024 * records.layout.stride).reshape(1024, -1)
     piece[:] = records.read(0, 1024)
     arrays.resize(1)
-    fork, segment = arrays.fork(1), layer.new_segment()
+    fork, (segment,) = arrays.fork(1), layer.new_segments(1)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (taken, before[1]))
