@@ -188,7 +188,10 @@ def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
     """A line on each draft layer."""
     return [
-        f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
+        f"{layer.kind}: {len(layer.windows)} layers of {layer.neurons:,} neurons each that draft "
+        f"{layer.block_drafts} tokens at once, at {layer.bits} bits"
+        if layer.block
+        else f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
         f"{layer.bits} bits"
         for layer in bundle.draft_layers.values()
     ]

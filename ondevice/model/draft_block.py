@@ -48,10 +48,7 @@ class DraftBlock:
         for layer in self._layers:
             norm, weights = loaded.norm(f"{layer}.attention_norm"), loaded.weights
             seen = self._attended(layer, loaded.backend.linear(x, weights[f"{layer}.qkv"], norm), kv)
-            # A copy, as the next product overwrites it.
-            x = loaded.backend.rows(
-                loaded.backend.linear(seen, weights[f"{layer}.out"], added=x), range(spec.block)
-            )
+            x = loaded.backend.linear(seen, weights[f"{layer}.out"], added=x)
             norm, gated = loaded.norm(f"{layer}.feed_forward_norm"), loaded.gated(f"{layer}.")
             x = gated.product(loaded.backend, x, spec.activation, norm, x)
         first = 0 if spec.anchored else 1
@@ -87,11 +84,9 @@ class DraftBlock:
 
     def _store(self, layer: int, qkv: Array, kv: SequenceState, position: int) -> None:
         """Store keys and values of rows (n, queries, keys and values); attention is to no other row."""
-        rope_tables, attention = (
-            self._loaded.rope.run(position, qkv.shape[0]),
-            replace(self._attention, window=1),
-        )
-        self._loaded.backend.attend(qkv, kv, layer, position, *rope_tables, attention, self._norms(layer))
+        cos, sin = self._loaded.rope.run(position, qkv.shape[0])
+        attention = replace(self._attention, window=1)
+        self._loaded.backend.attend(qkv, kv, layer, position, cos, sin, attention, self._norms(layer))
 
     def _norms(self, layer: int) -> HeadNorms:
         return HeadNorms(self._loaded.norm(f"{layer}.q_norm"), self._loaded.norm(f"{layer}.k_norm"))

@@ -266,6 +266,8 @@ def test_the_command_tells_heads_apart(target: Path, tmp_path: Path, ondevice: R
         if name == "dflash":
             assert found.code == 0, found.err
             assert "--speculation dflash drafts with it" in found.err
+            seen = ondevice("inspect", folder).out
+            assert "dflash: 2 layers of 96 neurons each that draft 5 tokens at once, at 8 bits" in seen
         else:
             assert "mtp_num_hidden_layers = 1" in found.err
     head = write_dflash_head(tmp_path / "domino", dflash_config(architectures=["DominoDraftModel"]))
