@@ -150,10 +150,9 @@ def _copy_sidecars(bundle: Bundle, manifest: Manifest, folder: Path) -> None:
     if bundle.ngrams is not None:
         for name in NGRAMS_SIDECAR.files:
             _link(bundle.path / name, folder)
-    for layer in (bundle.eagle, bundle.mtp):
-        if layer is not None:
-            _link(bundle.path / layer.sidecar.tensors, folder)
-            _save(layer.sidecar, {}, draft_layer_text(replace(layer, model=digest_of_weights)), folder)
+    for layer in bundle.draft_layers.values():
+        _link(bundle.path / layer.sidecar.tensors, folder)
+        _save(layer.sidecar, {}, draft_layer_text(replace(layer, model=digest_of_weights)), folder)
 
 
 def _save(sidecar: Sidecar, files: Mapping[str, bytes], text: bytes, folder: Path) -> None:

@@ -23,7 +23,7 @@ Sparsity = Literal["auto", "dense", "exact", "predicted", "experts"]
 SELECTING: tuple[Sparsity, ...] = ("exact", "predicted")
 """Modes in which only some of a layer's neurons are multiplied for a token."""
 Speculation = Literal[
-    "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "mtp"
+    "auto", "off", "streams", "resident", "recycling", "lookup", "ngrams", "model", "eagle", "dflash", "mtp"
 ]
 WhenFull = Literal["drop", "stop"]
 """What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""

@@ -1,16 +1,20 @@
 """EAGLE-3 heads (arXiv 2503.01840) as published by their authors and others, added to a bundle of their
 model.
 
-Names and arithmetic are those of SafeAILab/EAGLE (`eagle/model/cnets.py`), of vLLM (`llama_eagle3.py`), and
-of the `speculators` format, which nests a Llama's keys. A folder has `config.json` and safetensors files.
+Names and arithmetic are those of SafeAILab/EAGLE (`eagle/model/cnets.py`), of vLLM (`llama_eagle3.py`), of
+deepseek-ai/DeepSpec, whose heads' queries and keys are normed, and of the `speculators` format, which nests a
+Llama's keys. EAGLE-3.1 (arXiv 2605.09992) has two options more: `fc_norm`, a norm of each hidden state before
+they are mixed, and `norm_output`, with which a draft goes on from behind the head's last norm. A folder has
+`config.json` and safetensors files.
 
 The hidden states are those that enter layers 2, L / 2 and L - 3 of L, unless the config names others. At its
-top level it names them so; in `eagle_config`, as SGLang reads it, by the layers that they leave.
+top level it names them so; in `eagle_config`, as SGLang reads it, and in DeepSpec's `target_layer_ids` by the
+layers that they leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -34,12 +38,14 @@ from ondevice.model_config import SIZE_LIMITS, ModelConfig
 
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
 """Prefixes of the decoder layer's tensors in the authors' files and in those of `speculators`."""
-IGNORED = frozenset({"t2d"})
-"""The vocabulary's mask, which `d2t` implies."""
+IGNORED = frozenset({"t2d", "d2t"})
+"""The vocabulary's mask, and the offsets that imply it, which `_target_tokens` reads."""
 HARMLESS = frozenset({
     "auto_map", "draft_vocab_size", "embed_requires_grad", "has_no_defaults_at_init", "hidden_act",
     "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
-    "target_vocab_size", "max_window_layers", "sliding_window", "modules", "eagle_version",
+    "target_vocab_size", "max_window_layers", "sliding_window", "modules", "eagle_version", "layer_types",
+    "draft_num_hidden_layers", "num_target_layers", "step_loss_decay", "target_model_name_or_path",
+    "ttt_length",
 })  # fmt: skip
 MAX_HEAD_TENSORS = 64
 
@@ -58,7 +64,7 @@ def convert_eagle(source: str | Path, bundle_path: str | Path, bits: Any = 8) ->
     folder = SourceFolder(Path(source))
     values = _flat(folder.json("config.json", MAX_CONFIG_BYTES))
     with ExitStack() as opened:
-        raw = _named(_tensors(folder, opened))
+        raw = _named(head_tensors(folder, opened))
         layer = checked(_described(ConfigReader(values), raw, bits, bundle.config), bundle.config)
         arrays = _arrays(layer, raw, bundle.config)
     return write_draft_layer(bundle.path, layer, arrays)
@@ -74,7 +80,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**inner, **{key: it for key, it in values.items() if key != "transformer_layer_config"}}
 
 
-def _tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
+def head_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
     """All tensors of the folder. A single file may have any name."""
     names = [name for name in folder.names() if name.endswith(".safetensors")]
     if len(names) == 1:
@@ -107,8 +113,33 @@ def _described(
     reader.only("num_hidden_layers", 1)
     for key in ("pretraining_tp", "logit_scale"):
         reader.only(key, 1)
-    for key in ("mlp_bias", "parallel_drafting", "norm_before_fc", "fc_norm"):
+    for key in ("mlp_bias", "parallel_drafting", "norm_before_fc"):
         reader.only(key, False)
+    layer = DraftLayer(
+        kind="eagle",
+        bits=bits,
+        taps=_taps(reader, target.num_layers),
+        qkv_bias=reader.boolean("attention_bias", False),
+        output_bias=reader.boolean("attention_bias", False),
+        head_norm="layer.self_attn.q_norm.weight" in raw,
+        residual_normed=reader.boolean("norm_before_residual", False),
+        states_normed=reader.boolean("norm_output", False),
+        taps_normed=reader.boolean("fc_norm", False),
+        own_head="lm_head.weight" in raw,
+        own_embeddings="embed_tokens.weight" in raw,
+        tokens=reader.integer("draft_vocab_size", reader.integer("vocab_size", target.vocab_size)),
+        **layer_facts(reader, target),
+    )
+    reader.only("tie_word_embeddings", False)
+    reader.close(HARMLESS_KEYS | HARMLESS)
+    return layer
+
+
+def layer_facts(reader: ConfigReader, target: ModelConfig) -> dict[str, Any]:
+    """The facts of a head's layers that most decoder layers have, and an empty `model`.
+
+    Raises CheckpointError for a head of another model's, UnsupportedModelError for unknown arithmetic.
+    """
     hidden, heads = _size(reader, "hidden_size"), _size(reader, "num_attention_heads", "num_heads")
     vocabulary = reader.integer("vocab_size", target.vocab_size)
     if reader.integer("target_vocab_size", vocabulary) != target.vocab_size:
@@ -128,32 +159,19 @@ def _described(
     rope = read_rope(reader, head_dim, target.max_context)
     if rope.long_frequencies:
         raise UnsupportedModelError("config.json: heads with two sets of rotary frequencies aren't supported")
-    taps = _taps(reader, target.num_layers)
-    layer = DraftLayer(
-        kind="eagle",
-        model="0" * 64,
-        bits=bits,
-        taps=taps,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=_size(reader, "num_key_value_heads", "num_kv_heads", default=heads),
-        head_dim=head_dim,
-        neurons=_size(reader, "intermediate_size"),
-        activation=ACTIVATION_NAMES[activation],
-        eps=reader.number("rms_norm_eps", 1e-6),
-        frequencies=rope.frequencies,
-        magnitude=rope.magnitude,
-        qkv_bias=reader.boolean("attention_bias", False),
-        output_bias=reader.boolean("attention_bias", False),
-        residual_normed=reader.boolean("norm_before_residual", False),
-        own_head="lm_head.weight" in raw,
-        own_embeddings="embed_tokens.weight" in raw,
-        tokens=reader.integer("draft_vocab_size", vocabulary),
-    )
-    reader.only("tie_word_embeddings", False)
     reader.integer("max_position_embeddings", target.max_context)
-    reader.close(HARMLESS_KEYS | HARMLESS)
-    return layer
+    return {
+        "model": "0" * 64,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": _size(reader, "num_key_value_heads", "num_kv_heads", default=heads),
+        "head_dim": head_dim,
+        "neurons": _size(reader, "intermediate_size"),
+        "activation": ACTIVATION_NAMES[activation],
+        "eps": reader.number("rms_norm_eps", 1e-6),
+        "frequencies": rope.frequencies,
+        "magnitude": rope.magnitude,
+    }
 
 
 def _size(reader: ConfigReader, key: str, limit: str = "", default: int | None = None) -> int:
@@ -169,7 +187,7 @@ def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
     nested = ConfigReader(reader.section("eagle_config") or {}, "config.json: eagle_config")
     nested.only("use_aux_hidden_state", True)
-    listed, left = reader.numbers(key), nested.numbers(key)
+    listed, left = reader.numbers(key), nested.numbers(key) or reader.numbers("target_layer_ids")
     nested.close()
     taps = listed or ([it + 1 for it in left] if left else [2, layers // 2, layers - 3])
     if len(taps) != EAGLE_TAPS or not all(it == int(it) and 0 <= it <= layers for it in taps):
@@ -207,7 +225,11 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
         expected["lm_head.weight"] = (layer.tokens, width)
     if layer.own_embeddings:
         expected["embed_tokens.weight"] = (target.vocab_size, width)
-    weights = _checked(raw, expected)
+    head_norms = {f"{it}_norm": f"{projections}{it}_norm.weight" for it in "qk" if layer.head_norm}
+    expected |= dict.fromkeys(head_norms.values(), (layer.head_dim,))
+    tap_norms = {f"tap_norm.{it}": f"fc_norm.{it}.weight" for it in range(EAGLE_TAPS) if layer.taps_normed}
+    expected |= dict.fromkeys(tap_norms.values(), (target.hidden_size,))
+    weights = checked_tensors(raw, expected, "an EAGLE-3 head", IGNORED)
     if layer.embedding_width(target) != width:
         raise CheckpointError(
             f"the head has no embeddings of its own and a width of {width}; the model's have "
@@ -224,6 +246,7 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
         "feed_forward_norm": weights["layer.post_attention_layernorm.weight"],
         "final_norm": weights["norm.weight"],
     }
+    arrays |= {name: weights[it] for name, it in (head_norms | tap_norms).items()}
     if layer.qkv_bias:
         arrays["qkv.bias"] = np.concatenate([weights[f"{projections}{it}_proj.bias"] for it in sizes])
     if layer.output_bias:
@@ -237,19 +260,22 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
     return arrays
 
 
-def _checked(raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Weights]:
-    """The values of the expected tensors. Raises CheckpointError for missing, surplus and wrongly shaped
-    ones.
+def checked_tensors(
+    raw: Mapping[str, RawTensor], expected: Mapping[str, tuple[int, ...]], owner: str, ignored: Set[str]
+) -> dict[str, Weights]:
+    """The values of the expected tensors. owner: what they are part of, for messages.
+
+    Raises CheckpointError for missing and wrongly shaped ones, UnsupportedModelError for surplus ones.
     """
     missing = sorted(set(expected) - set(raw))
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors of an EAGLE-3 head are missing, {some_of(missing)}; is the download "
-            "complete, and is it such a head?"
+            f"{len(missing)} tensors of {owner} are missing, {some_of(missing)}; is the download complete, "
+            "and is it such a head?"
         )
-    extra = sorted(set(raw) - set(expected) - IGNORED - {"d2t"})
+    extra = sorted(set(raw) - set(expected) - ignored)
     if extra:
-        raise UnsupportedModelError(f"{len(extra)} tensors are no part of an EAGLE-3 head, {some_of(extra)}")
+        raise UnsupportedModelError(f"{len(extra)} tensors are no part of {owner}, {some_of(extra)}")
     weights: dict[str, Weights] = {}
     for name, shape in expected.items():
         tensor = floating(raw[name])

@@ -85,8 +85,8 @@ def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, W
     shapes |= {name: matrix.shape for name, matrix in layer.matrices(target).items()}
     if layer.own_head:
         shapes[TOKENS] = (layer.tokens,)
-    if layer.own_embeddings:
-        shapes[EMBEDDINGS] = (target.vocab_size, layer.hidden_size)
+    if layer.table_width:
+        shapes[EMBEDDINGS] = (target.vocab_size, layer.table_width)
     unknown = sorted(set(arrays) - set(shapes))
     if unknown:
         raise CheckpointError(f"a draft layer has no array {unknown[0]!r}; leave it out")
@@ -140,7 +140,7 @@ def _stored(
         yield _array(arrays, TOKENS).astype("<u4")
     for name, stored in layer.matrices(target).items():
         yield from matrix(name, ROUTER_BITS if stored.halves else layer.bits)
-    if layer.own_embeddings:
+    if layer.table_width:
         yield from matrix(EMBEDDINGS, 16)
 
 

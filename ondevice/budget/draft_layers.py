@@ -29,21 +29,21 @@ def loaded_bytes(layer: DraftLayer, target: ModelConfig) -> int:
     total += 4 * sum(layer.vectors(target).values())
     if layer.own_head:
         total += 8 * layer.tokens
-    if layer.own_embeddings:
-        total += 2 * target.vocab_size * padded(layer.hidden_size, GROUP_SIZE)
-    return total
+    return total + 2 * target.vocab_size * padded(layer.table_width, GROUP_SIZE)
 
 
 def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int) -> int:
     """Keys and values of a context and a draft after it, hidden states of a pass, and scratch memory."""
     nodes, width = draft_nodes(runtime), layer.hidden_size
-    kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + nodes)
+    ahead = max(nodes, layer.block)
+    kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + ahead)
     # Hidden states as passes return them, and as rows that wait for their tokens.
     tapped = 4 * widest_pass(target, runtime) * (len(layer.taps) * target.hidden_size + width)
     if runtime.backend == "mlx" and target.model_layers in layer.taps:
         # The last layer's output comes in two parts, and is joined.
         tapped += 2 * 4 * widest_pass(target, runtime) * target.hidden_size
-    logits = 4 * (nodes + 2) * (layer.tokens + width)
+    # Of nodes; those of a block come all at once, as the head's product and a copy.
+    logits = 4 * (nodes + 2 + (2 * layer.block_drafts if layer.block else 0)) * (layer.tokens + width)
     # Inputs, projections and queries, copies of gates, ups and their products, normed outputs.
     row = 4 * width + 2 * layer.qkv_rows + layer.query_size + 4 * layer.neurons
     row += len(layer.taps) * target.hidden_size + layer.embedding_width(target)

@@ -26,7 +26,7 @@ from ondevice.budget.sizes import (
     stream_bytes,
     widest_pass,
 )
-from ondevice.bundle.draft_layers import EAGLE_TAPS
+from ondevice.bundle.draft_layers import EAGLE_TAPS, MAX_BLOCK_TAPS
 from ondevice.bundle.file_layouts import resident_matrices
 from ondevice.bundle.layout import (
     RESIDENT_BLOCK_BYTES,
@@ -56,6 +56,8 @@ PROMPT_CACHE_BYTES = 4 << 20
 MESSAGES = 6
 """Copies of a pass's message to another machine: as received, in the backend, packed, two that wait, and the
 one that is sent."""
+_TAPS = {"eagle": EAGLE_TAPS, "dflash": MAX_BLOCK_TAPS, "mtp": 1, "auto": EAGLE_TAPS}
+"""Most hidden states of a token in a message, by `--speculation`."""
 WAITED_MESSAGES = 4
 """Copies of the message of a pass that rank 0 waits for: no other pass runs."""
 MESSAGE_HEADER_BYTES = 64 << 10
@@ -260,7 +262,7 @@ class MemoryModel(ABC):
         row = config.hidden_size * config.residual_copies
         row += config.per_layer_width * (config.part.layers - config.part.first)
         # Rank 0 alone knows whether `auto` drafts with a layer.
-        tapped = {"eagle": EAGLE_TAPS, "mtp": 1, "auto": EAGLE_TAPS}.get(speculation, 0) * tokens
+        tapped = _TAPS.get(speculation, 0) * tokens
         if self.streams is not None and drafts_with_streams(speculation, self.streams):
             tapped = max(tapped, draft_nodes(self.runtime) * self.streams.streams)
         waited = WAITED_MESSAGES * (tokens * row + tapped * config.hidden_size)

@@ -1,18 +1,21 @@
-"""`eagle.json`, `mtp.json` and their tensors: an additional layer that drafts from hidden states.
+"""`eagle.json`, `mtp.json`, `dflash.json` and their tensors: layers that draft from hidden states.
 
-Two kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer trained for a finished model: its queries, keys
-and values read a token's embedding next to a mixture of three hidden states. A multi-token-prediction layer
-(arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the embedding and the last hidden
-state, and a usual layer follows, which may have experts and latent attention. Each is a sidecar
+Three kinds have one form. EAGLE-3 (arXiv 2503.01840) is a layer trained for a finished model: its queries,
+keys and values read a token's embedding next to a mixture of three hidden states. A multi-token-prediction
+layer (arXiv 2412.19437, section 2.2) comes with a checkpoint: one matrix joins the embedding and the last
+hidden state, and a usual layer follows, which may have experts and latent attention. DFlash (arXiv
+2602.06036) and DSpark (arXiv 2607.05147) have several layers, whose keys and values of the text are
+projections of a mixture of hidden states, and which draft a block of tokens at once. Each is a sidecar
 (`sidecar.py`) of a finished bundle; `weights/README.md` is the specification.
 
-Legend: D width of the draft layer, T of the target, V target's vocabulary, N tokens of the layer's own head.
+Legend: D width of the draft layer, T of the target, V target's vocabulary, N tokens of the layer's own head,
+R rank of a Markov head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from ondevice.bundle.file_layouts import FileLayout, TensorSpec, linear_tensors, tensors_layout
@@ -46,29 +49,35 @@ from ondevice.model_config import (
 )
 from ondevice.records import dataclass
 
-DraftLayerKind = Literal["eagle", "mtp"]
-_FACTS = {"version": 1, "group_size": GROUP_SIZE}
-EAGLE_SIDECAR = Sidecar(
-    "eagle",
-    "eagle.json",
-    "eagle.safetensors",
-    "ondevice convert HEADS --draft-for {model}",
-    "every --speculation but `eagle`",
-    _FACTS,
-)
-MTP_SIDECAR = Sidecar(
-    "mtp",
-    "mtp.json",
-    "mtp.safetensors",
-    "ondevice convert CHECKPOINT --draft-for {model}",
-    "every --speculation but `mtp`",
-    _FACTS,
-)
-SIDECAR_OF: Mapping[str, Sidecar] = {"eagle": EAGLE_SIDECAR, "mtp": MTP_SIDECAR}
-EAGLE_TAPS = 3
-"""Hidden states that an EAGLE-3 layer mixes."""
-_PLAIN: Mapping[str, Any] = {"window": 0, "sinks": False, "value_dim": 0, "out_factor": 1.0}
-"""Values of attention's optional keys when they are absent."""
+DraftLayerKind = Literal["eagle", "dflash", "mtp"]
+
+
+def _sidecar(kind: DraftLayerKind, source: str) -> Sidecar:
+    return Sidecar(
+        kind,
+        f"{kind}.json",
+        f"{kind}.safetensors",
+        f"ondevice convert {source} --draft-for {{model}}",
+        f"every --speculation but `{kind}`",
+        {"version": 1, "group_size": GROUP_SIZE},
+    )
+
+
+EAGLE_SIDECAR, DFLASH_SIDECAR = _sidecar("eagle", "HEADS"), _sidecar("dflash", "HEADS")
+MTP_SIDECAR = _sidecar("mtp", "CHECKPOINT")
+SIDECAR_OF: Mapping[str, Sidecar] = {it.key: it for it in (EAGLE_SIDECAR, DFLASH_SIDECAR, MTP_SIDECAR)}
+"""By kind, in the order in which `auto` prefers them."""
+EAGLE_TAPS, MAX_BLOCK_TAPS = 3, 8
+"""Hidden states that an EAGLE-3 layer mixes, and the most that layers of a block do."""
+MAX_BLOCK_LAYERS, MAX_BLOCK, MAX_RANK = 32, 64, 1 << 12
+"""Limits of layers that draft a block, of its tokens, and of the Markov head's rank."""
+_OPTIONAL: Mapping[DraftLayerKind, Mapping[str, Any]] = {
+    "eagle": {"taps_normed": False},
+    "mtp": {"window": 0, "sinks": False, "value_dim": 0, "out_factor": 1.0},
+    "dflash": {"windows": (), "block": 0, "mask": 0, "anchored": False, "markov_rank": 0},
+}
+"""Keys that one kind alone has, with their values when they are absent."""
+_PLAIN = {name: value for names in _OPTIONAL.values() for name, value in names.items()}
 TOKENS = "tokens"
 EMBEDDINGS = "embeddings"
 ROUTER_BITS: Literal[16] = 16
@@ -110,12 +119,20 @@ class DraftLayer:
         head_norm: whether each head's queries and keys are normed.
         output_gates: whether heads' outputs are multiplied by the sigmoid of gates.
         residual_normed: whether attention's output joins the normed hidden state.
-        states_normed: whether hidden states are normed: by the target's last norm, then by the layer's own.
+        states_normed: whether hidden states are normed: by the target's last norm, which EAGLE-3 heads leave
+            out, then by the layer's own.
         own_head: whether it has an output head; else it uses the target's.
         own_embeddings: whether it has embeddings, (V, D); else it uses the target's.
+        taps_normed: whether each of the target's hidden states has a norm before they are mixed.
         latent, scale: latent attention, and the factor of its scores; None without it.
         experts: as a model's, stored as matrices; None without.
         window, sinks, value_dim, out_factor: of its attention, as in `AttentionSpec`.
+        windows: of each layer that drafts a block; 0: it sees all of the text.
+        block: tokens of a block; 0: tokens are drafted one by one.
+        mask: the token that stands in a block for those that aren't known.
+        anchored: whether the block's first row, of the text's last token, drafts a token too.
+        markov_rank: R, of the matrices that add to a draft token's logits what follows the token before it;
+            0: none.
         crcs: CRC32C of each MiB of the file with the tensors.
     """
 
@@ -148,6 +165,12 @@ class DraftLayer:
     sinks: bool = False
     value_dim: int = 0
     out_factor: float = 1.0
+    taps_normed: bool = False
+    windows: tuple[int, ...] = ()
+    block: int = 0
+    mask: int = 0
+    anchored: bool = False
+    markov_rank: int = 0
     sha256: str = "0" * 64
     crcs: tuple[int, ...] = ()
 
@@ -169,18 +192,27 @@ class DraftLayer:
         values = self.num_kv_heads * (self.value_dim or self.head_dim)
         return (self.num_heads + self.num_kv_heads) * self.head_dim + values
 
+    @property
+    def table_width(self) -> int:
+        """Width of the table of V rows that it stores, embeddings or the Markov head's; 0: none."""
+        return self.hidden_size if self.own_embeddings else self.markov_rank
+
+    @property
+    def block_drafts(self) -> int:
+        """Draft tokens of a block."""
+        return self.block if self.anchored else self.block - 1
+
     def embedding_width(self, target: ModelConfig) -> int:
         """Width of the embeddings that it reads."""
         return self.hidden_size if self.own_embeddings else target.embedding_size
 
     def layer_config(self, max_context: int) -> ModelConfig:
-        """The layer as a model of one layer, by which its keys and values are laid out.
+        """The layer or layers as a model, by which keys and values are laid out.
 
         Raises UnsupportedModelError for sizes that can't be run.
         """
         attention = AttentionSpec(
             self.head_dim**-0.5 if self.scale is None else self.scale,
-            window=self.window,
             bias=self.qkv_bias,
             head_norm="head" if self.head_norm else "none",
             sinks=self.sinks,
@@ -201,11 +233,18 @@ class DraftLayer:
             max_context=max_context,
             norm=NormSpec(eps=self.eps),
             ropes=(RopeSpec(self.frequencies, self.magnitude),),
-            layers=(LayerSpec(attention, FeedForwardSpec(self.activation), experts=self.experts),),
+            layers=tuple(
+                LayerSpec(
+                    replace(attention, window=window), FeedForwardSpec(self.activation), experts=self.experts
+                )
+                for window in self.windows or (self.window,)
+            ),
         )
 
     def matrices(self, target: ModelConfig) -> dict[str, DraftMatrix]:
         """Every quantized matrix by name, in the order of the file."""
+        if self.block:
+            return self._block_matrices(target)
         width, embedding, hidden = self.hidden_size, self.embedding_width(target), target.hidden_size
         if self.kind == "eagle":
             shapes = {f"fc.{tap}": (width, hidden) for tap in range(len(self.taps))}
@@ -234,8 +273,30 @@ class DraftLayer:
             matrices["experts.down"] = DraftMatrix(width, experts.neurons, experts.count)
         return matrices | ({"head": DraftMatrix(self.tokens, width)} if self.own_head else {})
 
+    def _block_matrices(self, target: ModelConfig) -> dict[str, DraftMatrix]:
+        """`matrices` of layers that draft a block."""
+        width, matrices = self.hidden_size, dict[str, DraftMatrix]()
+        for tap in range(len(self.taps)):
+            matrices[f"fc.{tap}"] = DraftMatrix(width, target.hidden_size)
+        for layer in range(len(self.windows)):
+            matrices[f"{layer}.qkv"] = DraftMatrix(self.qkv_rows, width)
+            matrices[f"{layer}.out"] = DraftMatrix(width, self.query_size)
+            for which in ("gate", "up"):
+                matrices[f"{layer}.{which}"] = DraftMatrix(self.neurons, width)
+            matrices[f"{layer}.down"] = DraftMatrix(width, self.neurons)
+        if self.markov_rank:
+            matrices["markov"] = DraftMatrix(self.tokens, self.markov_rank)
+        return matrices
+
     def vectors(self, target: ModelConfig) -> dict[str, int]:
         """Lengths of the float32 vectors by name, in the order of the file."""
+        if self.block:
+            lengths = {"hidden_norm": self.hidden_size, "final_norm": self.hidden_size}
+            for layer in range(len(self.windows)):
+                for which in ("attention_norm", "feed_forward_norm"):
+                    lengths[f"{layer}.{which}"] = self.hidden_size
+                lengths |= {f"{layer}.{which}": self.head_dim for which in ("q_norm", "k_norm")}
+            return lengths
         sizes = {
             "embedding_norm": self.embedding_width(target),
             "hidden_norm": self.hidden_size if self.kind == "eagle" else target.hidden_size,
@@ -244,6 +305,8 @@ class DraftLayer:
         }
         if self.kind == "mtp":
             sizes["attention_norm"] = self.hidden_size
+        if self.taps_normed:
+            sizes |= {f"tap_norm.{tap}": target.hidden_size for tap in range(len(self.taps))}
         if self.qkv_bias:
             sizes["qkv.bias"] = self.qkv_rows
         if self.output_bias:
@@ -272,8 +335,8 @@ def draft_layer_tensors(layer: DraftLayer, target: ModelConfig) -> Mapping[str, 
         tensors[layer.name(TOKENS)] = TensorSpec("U32", (layer.tokens,))
     for name, matrix in layer.matrices(target).items():
         tensors |= linear_tensors(layer.name(name), *matrix.shape, matrix.stored(layer.bits))
-    if layer.own_embeddings:
-        rows, cols = target.vocab_size, layer.hidden_size
+    if layer.table_width:
+        rows, cols = target.vocab_size, layer.table_width
         tensors |= linear_tensors(layer.name(EMBEDDINGS), rows, cols, RowFormat(16))
     return tensors
 
@@ -316,7 +379,7 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
         "kind": (Section.one_of, get_args(DraftLayerKind)),
         "model": SHA256,
         "bits": BITS,
-        "taps": (Section.integers, EAGLE_TAPS, 0, target.model_layers),
+        "taps": (Section.integers, MAX_BLOCK_TAPS, 0, target.model_layers),
         **{
             name: (Section.integer, 1, SIZE_LIMITS[name])
             for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim")
@@ -343,6 +406,12 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
         "value_dim": (Section.integer, 1, SIZE_LIMITS["head_dim"]),
         "out_factor": (Section.number, 0.0, MAX_FACTOR),
         "experts": (read_object, ExpertsSpec),
+        "taps_normed": (Section.boolean,),
+        "windows": (Section.integers, MAX_BLOCK_LAYERS, 0, SIZE_LIMITS["max_context"]),
+        "block": (Section.integer, 2, MAX_BLOCK),
+        "mask": (Section.integer, 0, target.vocab_size - 1),
+        "anchored": (Section.boolean,),
+        "markov_rank": (Section.integer, 1, MAX_RANK),
     }
     try:
         layer = DraftLayer(**section.values(rules, blocks))
@@ -354,12 +423,16 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
 
 def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
     """Raises BundleError for values that contradict each other, or the target."""
-    expected = EAGLE_TAPS if layer.kind == "eagle" else 1
+    expected = {"eagle": EAGLE_TAPS, "mtp": 1}.get(layer.kind, max(1, len(layer.taps)))
     if len(layer.taps) != expected:
         raise BundleError(f"{where}.taps has {len(layer.taps)} values; {layer.kind} has {expected}")
-    if layer.kind == "eagle" and (layer.output_gates or layer.states_normed):
-        raise BundleError(f"{where} has output_gates or states_normed, which eagle layers don't have")
-    if layer.states_normed and (not target.final_norm or layer.hidden_size != target.hidden_size):
+    if layer.kind != "mtp" and layer.output_gates:
+        raise BundleError(f"{where} has output_gates, which {layer.kind} layers don't have")
+    if (
+        layer.kind == "mtp"
+        and layer.states_normed
+        and (not target.final_norm or layer.hidden_size != target.hidden_size)
+    ):
         raise BundleError(
             f"{where}.states_normed needs a model with a last norm and of the layer's width, "
             f"{layer.hidden_size}; this one's is {target.hidden_size}"
@@ -381,6 +454,7 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
             f"{where}.residual_normed is true; it must be false, as mtp layers have no such norm"
         )
     _check_blocks(layer, where)
+    _check_block(layer, where)
     if layer.activation == "fatrelu":
         raise BundleError(f"{where}.activation is 'fatrelu', which needs a threshold of its own")
     try:
@@ -392,10 +466,11 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
 def _check_blocks(layer: DraftLayer, where: str) -> None:
     """Raises BundleError for experts or latent attention of a form that no draft layer has."""
     latent, experts = layer.latent, layer.experts
-    if layer.kind == "eagle" and (latent is not None or experts is not None):
-        raise BundleError(f"{where} has latent or experts, which eagle layers don't have")
-    if layer.kind == "eagle" and any(getattr(layer, name) != plain for name, plain in _PLAIN.items()):
-        raise BundleError(f"{where} has {', '.join(_PLAIN)} or one of them, which eagle layers don't have")
+    if layer.kind != "mtp" and (latent is not None or experts is not None):
+        raise BundleError(f"{where} has latent or experts, which {layer.kind} layers don't have")
+    others = set(_PLAIN) - set(_OPTIONAL[layer.kind])
+    if surplus := sorted(name for name in others if getattr(layer, name) != _PLAIN[name]):
+        raise BundleError(f"{where} has {', '.join(surplus)}, which {layer.kind} layers don't have")
     if latent is not None and (layer.qkv_bias or layer.output_gates):
         raise BundleError(f"{where} has latent attention, which runs without qkv_bias and output_gates")
     if latent is not None and (layer.num_kv_heads, layer.head_dim) != (1, latent.width):
@@ -409,3 +484,14 @@ def _check_blocks(layer: DraftLayer, where: str) -> None:
         raise BundleError(
             f"{where}.experts must be stored as matrices, without biases, beside no norms of their own"
         )
+
+
+def _check_block(layer: DraftLayer, where: str) -> None:
+    """Raises BundleError for layers that draft a block of a form that none have."""
+    if layer.kind != "dflash":
+        return
+    if not layer.block or not layer.windows:
+        raise BundleError(f"{where} lacks block or windows, which dflash layers have")
+    flags = ("qkv_bias", "output_bias", "residual_normed", "states_normed", "own_head", "own_embeddings")
+    if not layer.head_norm or any(getattr(layer, it) for it in flags):
+        raise BundleError(f"{where} has {', '.join(flags)} or no head_norm, unlike dflash layers")

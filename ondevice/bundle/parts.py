@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ondevice.bundle.draft_layers import SIDECAR_OF
 from ondevice.bundle.expert_use import ExpertUse, HitPoint
 from ondevice.bundle.layout import expert_file_name, gate_file_name, neuron_file_name
 from ondevice.bundle.manifest import FileEntry, Manifest, TokenizerInfo, bundle_files, model_json
@@ -30,8 +31,7 @@ _KEYS = (
     "expert_costs",
     "expert_use",
     "ngrams",
-    "eagle",
-    "mtp",
+    *SIDECAR_OF,
 )
 """Names of sidecars' contents in a bundle."""
 _LAYER_TENSOR = re.compile(r"layers\.(\d+)(\..*)")
@@ -116,7 +116,7 @@ def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelC
     if contents["expert_use"] is not None:
         sidecars["expert_use"] = part_expert_use(contents["expert_use"], config, part)
     if part.part.embeds:
-        sidecars |= {key: contents[key] for key in ("ngrams", "eagle", "mtp")}
+        sidecars |= {key: contents[key] for key in ("ngrams", *SIDECAR_OF)}
     return sidecars
 
 

@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.draft_layers import (
+    DFLASH_SIDECAR,
     EAGLE_SIDECAR,
     MTP_SIDECAR,
+    SIDECAR_OF,
     DraftLayer,
     draft_layer_tensors,
     parse_draft_layer,
@@ -212,8 +214,9 @@ class Bundle:
         self.ngrams = self._sidecar_content(NGRAMS_SIDECAR, self._read_ngrams)
         """The datastore of continuations to draft from; None if the bundle has none."""
         self.eagle = self._sidecar_content(EAGLE_SIDECAR, partial(self._read_draft_layer, EAGLE_SIDECAR))
+        self.dflash = self._sidecar_content(DFLASH_SIDECAR, partial(self._read_draft_layer, DFLASH_SIDECAR))
         self.mtp = self._sidecar_content(MTP_SIDECAR, partial(self._read_draft_layer, MTP_SIDECAR))
-        """Draft layers: an EAGLE-3 head and the checkpoint's own; None if the bundle has none."""
+        """Draft layers: an EAGLE-3 head, layers that draft blocks, and the checkpoint's own; None without."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -235,6 +238,11 @@ class Bundle:
     def name(self) -> str:
         """The name of the bundle's folder."""
         return self._folder.name
+
+    @property
+    def draft_layers(self) -> dict[str, DraftLayer]:
+        """The draft layers that the bundle has, by kind, in the order in which `auto` prefers them."""
+        return {kind: layer for kind in SIDECAR_OF if (layer := getattr(self, kind)) is not None}
 
     @property
     def record_layout(self) -> RecordLayout:

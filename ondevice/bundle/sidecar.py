@@ -112,7 +112,7 @@ def no_streams(config: ModelConfig) -> str:
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
     """Raises BundleError for a sidecar that the model can't have because of its blocks."""
-    if sidecar.key in ("ngrams", "eagle", "mtp"):
+    if sidecar.key in ("ngrams", "eagle", "dflash", "mtp"):
         return
     of_experts = sidecar.key in ("expert_costs", "expert_use")
     if config.experts is None and of_experts:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ondevice.bundle.codes import MAX_POWER
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
-from ondevice.bundle.draft_layers import EAGLE_SIDECAR, MTP_SIDECAR
+from ondevice.bundle.draft_layers import SIDECAR_OF
 from ondevice.bundle.expert_costs import EXPERT_COSTS_SIDECAR
 from ondevice.bundle.expert_use import EXPERT_USE, EXPERT_USE_SIDECAR, expert_use_layout
 from ondevice.bundle.file_layouts import FileLayout, file_layout
@@ -46,8 +46,7 @@ SIDECARS = (
     EXPERT_USE_SIDECAR,
     NGRAMS_SIDECAR,
     STREAMS_SIDECAR,
-    EAGLE_SIDECAR,
-    MTP_SIDECAR,
+    *SIDECAR_OF.values(),
 )
 FLOAT_BYTES = 1 << 20
 """Most bytes of float32 values that are checked together."""

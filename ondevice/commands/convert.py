@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     "--draft-for",
     metavar="BUNDLE",
     help="Add what drafts to this model's bundle: of a folder with an EAGLE-3 head, for --speculation eagle; "
-    "of the model's checkpoint the layer that predicts one token more, for --speculation mtp.",
+    "with a DFlash or DSpark head, for --speculation dflash; of the model's checkpoint the layer that "
+    "predicts one token more, for --speculation mtp.",
 )
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
 from ondevice.budget.plan import Plan
-from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.draft_layers import SIDECAR_OF, DraftLayer
 from ondevice.bundle.expert_use import ExpertUse
 from ondevice.bundle.layout import expert_bytes
 from ondevice.bundle.parts import part_words
@@ -31,7 +31,7 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
 
-NAMED_IF_DAMAGED = ("hotness", "expert_costs", "expert_use", "ngrams", "eagle", "mtp")
+NAMED_IF_DAMAGED = ("hotness", "expert_costs", "expert_use", "ngrams", *SIDECAR_OF)
 """Keys of sidecars that are reported only if they are damaged."""
 BUDGET_STEPS = 4
 """Steps between the budgets for which hits are shown."""
@@ -85,7 +85,7 @@ def inspection(resolved: ResolvedModel, forecast: SpeedForecast | None = None) -
         "expert_costs": None if bundle.expert_costs is None else trained_facts(bundle.expert_costs),
         "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "ngrams": None if bundle.ngrams is None else trained_facts(bundle.ngrams),
-        "draft_layers": [layer.kind for layer in (bundle.eagle, bundle.mtp) if layer is not None],
+        "draft_layers": list(bundle.draft_layers),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
         "minimum_budget_bytes": smallest.plan.minimum_budget_bytes,
@@ -188,10 +188,12 @@ def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
     """A line on each draft layer."""
     return [
-        f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
+        f"{layer.kind}: {len(layer.windows)} layers of {layer.neurons:,} neurons each that draft "
+        f"{layer.block_drafts} tokens at once, at {layer.bits} bits"
+        if layer.block
+        else f"{layer.kind}: a draft layer of {_feed_forward(layer)} that knows {layer.tokens:,} tokens, at "
         f"{layer.bits} bits"
-        for layer in (bundle.eagle, bundle.mtp)
-        if layer is not None
+        for layer in bundle.draft_layers.values()
     ]
 
 

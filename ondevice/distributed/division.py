@@ -254,7 +254,7 @@ class _Ranges:
         config = bundle.config
         self._bundle = bundle
         self._runtime = replace(runtime, max_context=context_tokens(config, runtime))
-        layer, of_layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp), 0
+        layer, of_layer = used_draft_layer(runtime.speculation, bundle.draft_layers), 0
         # `auto` drafts with one only where there is room for it.
         if layer is not None and runtime.speculation != "auto":
             of_layer = draft_layer_bytes(layer, config, runtime, self._runtime.max_context)

@@ -2,7 +2,8 @@
 
 A row reads a token's embedding and the hidden state after the previous token. Its output approximates the
 hidden state after its token, which the row of the next draft token reads. `bundle/draft_layers.py` describes
-the two kinds of draft layers, `draft_experts.py` has the feed-forward of a layer with experts.
+the kinds of draft layers, `draft_experts.py` has the feed-forward of a layer with experts, and
+`draft_block.py` runs layers that draft a block at once.
 
 Legend: n rows, D width of the draft layer, T of the target, V target's vocabulary, N tokens of its head.
 """
@@ -119,26 +120,27 @@ class LoadedDraftLayer:
         self._embedding: Embedding = target.embedding
         self._target_norm = target.final_norm
         self._head: Linear = loaded["head"] if layer.own_head else target.head
-        self._rope = Rope(self.config.ropes[0])
+        self.rope = Rope(self.config.ropes[0])
         self._block = self._attention_block() if layer.kind == "mtp" else None
-        self._dense = GatedMatrices(*(loaded[it] for it in GATED)) if layer.neurons else None
+        self._dense = self.gated("") if layer.neurons and not layer.block else None
         self._experts = self._mixture()
 
     def mixed(self, tapped: Sequence[Array]) -> Array:
         """The hidden states of rows, (n, D or T), from the target's, (n, T) for each of `taps`."""
-        backend, first = self.backend, tapped[0]
-        if self.layer.states_normed:
+        backend, layer, mixed = self.backend, self.layer, None
+        if layer.kind == "mtp":
+            if not layer.states_normed:
+                return tapped[0]
             assert self._target_norm is not None
-            return backend.normed(first, self._target_norm)
-        if self.layer.kind == "mtp":
-            return first
-        tapped = [tapped[self.taps.index(tap)] for tap in self.layer.taps]
-        first = tapped[0]
-        mixed = backend.linear(first, self.weights["fc.0"])
-        for tap, hidden in enumerate(tapped[1:], 1):
-            mixed = backend.linear(hidden, self.weights[f"fc.{tap}"], added=mixed)
+            return backend.normed(tapped[0], self._target_norm)
+        for number, tap in enumerate(layer.taps):
+            hidden = tapped[self.taps.index(tap)]
+            norm = self.norm(f"tap_norm.{number}") if layer.taps_normed else None
+            mixed = backend.linear(hidden, self.weights[f"fc.{number}"], norm, mixed)
+        if layer.block:
+            return backend.normed(mixed, self.norm("hidden_norm"))
         # A copy, as a product is valid only until the next one.
-        return backend.rows(mixed, range(first.shape[0]))
+        return backend.rows(mixed, range(tapped[0].shape[0]))
 
     def run(self, tokens: Sequence[int], hidden: Array, kv: SequenceState) -> Array:
         """Hidden states (n, D) after `tokens`, whose keys and values are added to kv.
@@ -149,9 +151,9 @@ class LoadedDraftLayer:
         backend, layer = self.backend, self.layer
         count, position = len(tokens), kv.length
         kv.reserve(position + count)
-        embedded = self._embedded(tokens)
-        before = self._norm("embedding_norm"), self._norm("hidden_norm")
-        rope_tables, spec = self._rope.run(position, count), self.config.layers[0]
+        embedded = self.embedded(tokens)
+        before = self.norm("embedding_norm"), self.norm("hidden_norm")
+        rope_tables, spec = self.rope.run(position, count), self.config.layers[0]
         if self._block is not None:
             x = backend.linear(embedded, self.weights["joined.embedding"], before[0])
             x = backend.linear(hidden, self.weights["joined.hidden"], before[1], added=x)
@@ -166,21 +168,21 @@ class LoadedDraftLayer:
             qkv = backend.linear(x, self.weights["qkv.hidden"], second, added=qkv)
             seen = backend.attend(qkv, kv, 0, position, *rope_tables, spec.attention, self._head_norms())
             x = backend.linear(seen, self.weights["out"], added=x)
-        norm = self._norm("feed_forward_norm")
+        norm = self.norm("feed_forward_norm")
         if self._experts is not None:
             x = self._experts.added_to(x, backend, norm)
         else:
             assert self._dense is not None
             x = self._dense.product(backend, x, layer.activation, norm, x)
         kv.extend(tokens)
-        return backend.normed(x, self._norm("final_norm")) if layer.states_normed else x
+        return backend.normed(x, self.norm("final_norm")) if layer.states_normed else x
 
     def logits(self, hidden: Array) -> Float32:
         """Logits (n, N) of the next token, for hidden states (n, D).
 
         Raises BundleError if one isn't finite.
         """
-        norm = None if self.layer.states_normed else self._norm("final_norm")
+        norm = None if self.layer.states_normed else self.norm("final_norm")
         logits = self.backend.to_numpy(self.backend.linear(hidden, self._head, norm))
         if not np.isfinite(logits).all():
             raise BundleError(
@@ -189,20 +191,27 @@ class LoadedDraftLayer:
             )
         return logits.copy()
 
-    def _embedded(self, tokens: Sequence[int]) -> Array:
+    def embedded(self, tokens: Sequence[int]) -> Array:
         """(n, D) embeddings."""
-        ids = np.asarray(tokens, dtype=np.int32)
-        table = self.weights.get(EMBEDDINGS)
-        if table is None:
-            return self.backend.embedding(self._embedding, ids)
-        rows = table[ids, : self.layer.hidden_size].astype(np.float32)
+        if self.layer.own_embeddings:
+            return self.table_rows(tokens)
+        return self.backend.embedding(self._embedding, np.asarray(tokens, dtype=np.int32))
+
+    def table_rows(self, tokens: Sequence[int]) -> Array:
+        """Rows (n, D or R) of the stored table."""
+        rows = self.weights[EMBEDDINGS][list(tokens), : self.layer.table_width].astype(np.float32)
         return self.backend.load_vector(rows.reshape(-1)).reshape(rows.shape)
 
-    def _norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> Norm:
+        """The norm whose weight has this name."""
         return Norm(self.weights[name], self.layer.eps)
 
+    def gated(self, prefix: str) -> GatedMatrices:
+        """The feed-forward of the matrices with this prefix."""
+        return GatedMatrices(*(self.weights[prefix + it] for it in GATED))
+
     def _head_norms(self) -> HeadNorms | None:
-        return HeadNorms(self._norm("q_norm"), self._norm("k_norm")) if self.layer.head_norm else None
+        return HeadNorms(self.norm("q_norm"), self.norm("k_norm")) if self.layer.head_norm else None
 
     def _attention_block(self) -> LayerWeights:
         """The attention's weights, in the form of a model's layer."""
@@ -214,7 +223,7 @@ class LoadedDraftLayer:
                 Norm(weights["latent_norm"], spec.eps), keys, values, weights.get("queries"), query_norm
             )
         return LayerWeights(
-            attention_norm=self._norm("attention_norm"),
+            attention_norm=self.norm("attention_norm"),
             qkv=weights["qkv"],
             head_norms=self._head_norms(),
             out=weights["out"],
@@ -285,10 +294,10 @@ def load_draft_layer(
         if it == "qkv.embedding" and layer.qkv_bias:
             bias = partial(file.vector, layer.name("qkv.bias"))
         parts += _matrix_parts(layer, file, it, matrix, bias)
-    if layer.own_embeddings:
+    if layer.table_width:
         halves = RowFormat(16)
         rows = partial(file.rows, layer.name(EMBEDDINGS), halves)
-        table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.hidden_size, halves, rows)
+        table = MatrixPart(EMBEDDINGS, config.vocab_size, layer.table_width, halves, rows)
         parts.append(_Embeddings(table, layer.sidecar.tensors))
     with TaskResults(part_tasks(parts, cancelled)) as ahead:
         loaded = {part.field: part.load(backend, ahead) for part in parts}

@@ -29,7 +29,7 @@ from ondevice.bundle.tiles import rows_format
 from ondevice.bundle.weight_shapes import extra_matrices
 from ondevice.config import SELECTING, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import FULL_MODEL, ModelConfig
 from ondevice.runtime.owner import OwnerThread
 from ondevice.speculation.registry import runs_streams
 
@@ -107,12 +107,15 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
 def allowed_draft_layer(
     config: ModelConfig, runtime: RuntimeConfig, layer: DraftLayer | None, rows: RowInvariance
 ) -> DraftLayer | None:
-    """The draft layer; None where its taps would change the text.
+    """The draft layer; None where its taps would change the text, or `auto` has no memory for them.
 
     Where a row's bits depend on other rows, the last row of a prompt runs alone from the last feed-forward
     on; but the per-layer block after it takes all tapped rows. Raises BackendUnavailableError if the options
     name the layer.
     """
+    if layer is not None and layer.block and runtime.speculation == "auto" and config.part != FULL_MODEL:
+        # Machines that share a model keep room in their messages for the fewer taps of the other kinds.
+        return None
     if layer is None or rows.widths.chain >= ANY_ROWS:
         return layer
     if config.model_layers not in layer.taps or not config.per_layer_width:

@@ -462,12 +462,14 @@ def _no_folder(source: str) -> OndeviceError:
 def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[Path, DraftLayer]:
     """Add a draft layer to its model's bundle. Returns the bundle's folder and the layer.
 
-    source: a folder with an EAGLE-3 head, or the model's checkpoint with a multi-token-prediction layer.
+    source: a folder with an EAGLE-3, DFlash or DSpark head, or the model's checkpoint with a
+        multi-token-prediction layer.
     quant: as `--quant`.
 
     Raises UsageError for bits that a draft layer can't have, UnsupportedModelError for a file,
-    ModelNotFoundError, and what `convert_eagle` or `convert_mtp` raises.
+    ModelNotFoundError, and what `convert_eagle`, `convert_dflash` or `convert_mtp` raises.
     """
+    from ondevice.converters.draft_layers.dflash import convert_dflash, is_block_head
     from ondevice.converters.draft_layers.eagle import convert_eagle
     from ondevice.converters.draft_layers.mtp import convert_mtp, has_layers_ahead
 
@@ -478,5 +480,8 @@ def add_draft_layer(source: str, model: str, quant: str = AUTO_QUANT) -> tuple[P
     if not Path(source).is_dir():
         raise _no_folder(source)
     path = find_model(model)
-    add = convert_mtp if has_layers_ahead(source) else convert_eagle
+    if is_block_head(source):
+        add = convert_dflash
+    else:
+        add = convert_mtp if has_layers_ahead(source) else convert_eagle
     return path, add(source, path, DRAFT_LAYER_BITS[quant])

@@ -437,7 +437,7 @@ def check_runtime(
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
     ngrams: Ngrams | None = None,
-    draft_layers: Mapping[str, DraftLayer | None] = MappingProxyType({}),
+    draft_layers: Mapping[str, DraftLayer] = MappingProxyType({}),
 ) -> None:
     """Check the options before anything is loaded.
 
@@ -449,7 +449,7 @@ def check_runtime(
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
         *(
             (f"--speculation {runtime.speculation}", key, needs(runtime.speculation) == key)
-            for key in ("ngrams", "eagle", "mtp")
+            for key in ("ngrams", *SIDECAR_OF)
         ),
     ):
         if is_used and key in damaged:
@@ -462,7 +462,7 @@ def check_runtime(
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
     operating_point(runtime, predictors)
-    added = {"streams": streams, "ngrams": ngrams, "eagle": None, "mtp": None, **draft_layers}
+    added = {"streams": streams, "ngrams": ngrams, **dict.fromkeys(SIDECAR_OF), **draft_layers}
     wanted = needs(runtime.speculation)
     possible = ["off", *(name for name in DRAFTERS if added.get(needs(name), True) is not None)]
     if config.experts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ondevice.backends.row_invariance import RowInvariance
+from ondevice.bundle.draft_layers import SIDECAR_OF
 from ondevice.bundle.ngrams import NGRAMS, NGRAMS_SIDECAR
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
@@ -26,8 +27,8 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
     last = None
-    # Without a damaged layer, `auto` takes the other one.
-    while bundle is not last and (layer := used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)):
+    # Without a damaged layer, `auto` takes another one.
+    while bundle is not last and (layer := used_draft_layer(runtime.speculation, bundle.draft_layers)):
         last, bundle = bundle, without_damage(bundle, layer.sidecar, _native.crc32c)
     if drafts_with_ngrams(runtime.speculation, bundle.ngrams):
         try:
@@ -50,8 +51,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
         "ngrams": runtime.speculation == "auto",
-        "eagle": runtime.speculation == "auto",
-        "mtp": runtime.speculation == "auto",
+        **dict.fromkeys(SIDECAR_OF, runtime.speculation == "auto"),
         "expert_costs": False,
         "expert_use": True,
     }

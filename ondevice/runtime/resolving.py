@@ -190,7 +190,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     bundle = bundle.with_config(fewer)
     runtime = for_slice(bundle.config, runtime)
     added = bundle.predictors, bundle.streams, bundle.damaged, bundle.ngrams
-    check_runtime(bundle.config, runtime, *added, {"eagle": bundle.eagle, "mtp": bundle.mtp})
+    check_runtime(bundle.config, runtime, *added, bundle.draft_layers)
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(
@@ -203,7 +203,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     runtime = replace(
         runtime, speculation=resolved_speculation(runtime, rows), parallel=resolved_parallel(runtime, rows)
     )
-    layer = used_draft_layer(runtime.speculation, bundle.eagle, bundle.mtp)
+    layer = used_draft_layer(runtime.speculation, bundle.draft_layers)
     layer = allowed_draft_layer(bundle.config, runtime, layer, rows)
     warnings = damage_warnings(bundle, runtime)
     # Needed modules are imported now, so that their memory is measured with the process.

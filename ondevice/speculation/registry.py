@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
-from ondevice.bundle.draft_layers import DraftLayer
+from ondevice.bundle.draft_layers import DraftLayer, DraftLayerKind
 from ondevice.bundle.ngrams import Ngrams
 from ondevice.bundle.ngrams import index_bytes as ngram_index_bytes
 from ondevice.bundle.streams import MultiStreams
@@ -15,6 +15,7 @@ from ondevice.model_config import ModelConfig
 from ondevice.records import dataclass
 from ondevice.speculation.datastore import READER_BYTES, Datastore
 from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.block import BlockDrafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.draft_layer import DraftLayerDrafter, DraftLayerState
 from ondevice.speculation.drafters.intersection import (
@@ -32,7 +33,7 @@ from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter
 from ondevice.speculation.tree import STREAM_ROWS
 
-Needs = Literal["nothing", "streams", "ngrams", "draft model", "eagle", "mtp"]
+Needs = Literal["nothing", "streams", "ngrams", "draft model"] | DraftLayerKind
 """A drafter's requirement in addition to the model: a sidecar of its bundle, or a second model."""
 
 
@@ -134,18 +135,10 @@ DRAFTERS: dict[str, DrafterKind] = {
         lambda target: _model_drafter(target),
     ),
     # A draft layer's memory is planned from its sidecar.
-    "eagle": DrafterKind(
-        "eagle",
-        _nothing,
-        _nothing,
-        lambda target: _layer_drafter(target),
-    ),
-    "mtp": DrafterKind(
-        "mtp",
-        _nothing,
-        _nothing,
-        lambda target: _layer_drafter(target),
-    ),
+    **{
+        kind: DrafterKind(kind, _nothing, _nothing, lambda target: _layer_drafter(target))
+        for kind in get_args(DraftLayerKind)
+    },
     "auto": DrafterKind(
         "nothing",
         lambda config, context, nodes: sum(
@@ -188,9 +181,12 @@ def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
     return ngrams is not None and name in ("ngrams", "auto")
 
 
-def used_draft_layer(name: str, eagle: DraftLayer | None, mtp: DraftLayer | None) -> DraftLayer | None:
-    """The draft layer of the drafter `name`. `auto` prefers an EAGLE-3 head to the checkpoint's own."""
-    return {"eagle": eagle, "mtp": mtp, "auto": eagle or mtp}.get(name)
+def used_draft_layer(name: str, layers: Mapping[str, DraftLayer]) -> DraftLayer | None:
+    """The draft layer of the drafter `name`; that of `auto` is the first.
+
+    layers: those that a bundle has, as `Bundle.draft_layers`.
+    """
+    return next(iter(layers.values()), None) if name == "auto" else layers.get(name)
 
 
 def datastore_bytes(name: str, ngrams: Ngrams | None) -> int:
@@ -224,7 +220,8 @@ def _automatic(target: Target) -> Drafter:
 
 def _layer_drafter(target: Target) -> Drafter:
     assert target.draft_layer is not None
-    return DraftLayerDrafter(target.draft_layer)
+    drafter = BlockDrafter if target.draft_layer.layer.layer.block else DraftLayerDrafter
+    return drafter(target.draft_layer)
 
 
 def _ngram_drafter(target: Target) -> Drafter:

@@ -49,7 +49,7 @@ CONSTRAINTS = {
     "grammar": Constraint.lark('start: item+ "."\nitem: " " (/[a-c]+/ | "(" item ")")'),
 }
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}]
-NEEDY = ("off", "streams", "model", "ngrams", "eagle", "mtp")
+NEEDY = ("off", "streams", "model", "ngrams", "eagle", "dflash", "mtp")
 DRAFTERS = [name for name in get_args(Speculation) if name not in NEEDY]
 PROMPT = "A person in JSON:"
 

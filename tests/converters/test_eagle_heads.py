@@ -47,6 +47,8 @@ def target(checkpoint: Path) -> Path:
         ({}, False),
         ({"norm_before_residual": True, "attention_bias": True, "rope_theta": 500.0}, True),
         ({"draft_vocab_size": 272, "head_dim": 24, "eagle_aux_hidden_state_layer_ids": [2, 0, 2]}, False),
+        # EAGLE-3.1, with the head norms of DeepSpec's heads.
+        ({"fc_norm": True, "norm_output": True, "ttt_length": 7}, True),
     ],
 )
 def test_logits_are_those_of_plain_pytorch(
@@ -61,7 +63,7 @@ def test_logits_are_those_of_plain_pytorch(
     torch = pytest.importorskip("torch")
     folder = copy_files(target, tmp_path / "bundle")
     config = head_config(**options)
-    tensors = head_tensors(config, embeddings=embeddings)
+    tensors = head_tensors(config, embeddings=embeddings, head_norms="ttt_length" in options)
     layer = convert_eagle(write_eagle_head(tmp_path / "head", tensors, **options), folder, 16)
     model = transformers_model(checkpoint)
     with torch.no_grad():
@@ -90,6 +92,12 @@ def test_logits_are_those_of_plain_pytorch(
             found.append(loaded.logits(hidden))
     own_table = model.get_input_embeddings().weight.detach().numpy()
     table = tensors["embed_tokens.weight"] if embeddings else own_table
+    if options.get("fc_norm"):
+        assert layer.taps_normed
+        assert layer.states_normed
+        for tap, x in enumerate(entering):
+            root = np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + config["rms_norm_eps"])
+            entering[tap] = x / root * tensors[f"fc_norm.{tap}.weight"].astype(np.float64)
     fc = np.concatenate(entering, 1) @ tensors["fc.weight"].astype(np.float64).T
     expected_hidden = fc[:-1]
     after, logits = twin_rows(tensors, config, table, rows, expected_hidden)
@@ -167,6 +175,8 @@ HOSTILE: list[tuple[dict[str, Any], Callable[[dict[str, Any]], None], type[Ondev
     ({"hidden_act": "mish"}, lambda it: None, UnsupportedModelError, "hidden_act mish"),
     ({"rms_norm_eps": 0}, lambda it: None, CheckpointError, "eps is 0.0"),
     ({"mlp_bias": True}, lambda it: None, UnsupportedModelError, "mlp_bias"),
+    ({"norm_before_fc": True}, lambda it: None, UnsupportedModelError, "norm_before_fc is True"),
+    ({"fc_norm": True}, lambda it: None, CheckpointError, "3 tensors .* fc_norm.0"),
     ({"new_option": 3}, lambda it: None, UnsupportedModelError, "new_option = 3"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, lambda it: None, CheckpointError, "three from 0 to 3"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, lambda it: None, CheckpointError, "layers 0, 1, 9"),

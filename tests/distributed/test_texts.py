@@ -21,6 +21,7 @@ from ondevice.budget.sizes import PREFILL_CHUNK
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.converters.draft_layers.dflash import convert_dflash
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.distributed.remote_layers import RemoteLayers, StateRoom
 from ondevice.errors import BudgetError, OndeviceError, RankError, UsageError
@@ -34,6 +35,7 @@ from ondevice.stats import RankStats
 from ondevice.training import train_ngrams
 from tests.support import ranks as ranks_support
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
+from tests.support.dflash_heads import dflash_config, write_dflash_head
 from tests.support.eagle_heads import add_mtp_layer, write_eagle_head
 from tests.support.engines import always_draft
 from tests.support.joint_jobs import Job, run
@@ -45,7 +47,9 @@ from tests.support.small_models import MODELS
 DATA = Path(__file__).parents[1] / "benchmarks" / "data"
 PROMPT = [5 + index * 7 % 240 for index in range(40)]
 ENDLESS = ((EOS, -math.inf),)
-DRAFTERS = ("off", "lookup", "recycling", "streams", "resident", "ngrams", "model", "eagle", "mtp", "auto")
+DRAFTERS = (
+    "off", "lookup", "recycling", "streams", "resident", "ngrams", "model", "eagle", "dflash", "mtp", "auto"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"hidden_act": "relu", "num_hidden_layers": 5, "intermediate_size": 320}
     found = convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "bundle")
     convert_eagle(write_eagle_head(folder / "head"), found)
+    convert_dflash(write_dflash_head(folder / "block", dflash_config(num_target_layers=5)), found)
     add_mtp_layer(found, 64)
     add_streams(found, layers=3)
     train_ngrams(found, pieces=[PROMPT * 3])

@@ -20,12 +20,14 @@ from ondevice.api import load, write_slice
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.byte_pair_table import byte_pair_table
 from ondevice.converters.checkpoints.piece_table import piece_table
+from ondevice.converters.draft_layers.dflash import convert_dflash
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.model_config import ExpertsSpec, LatentSpec, cut_places
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.support.cached_texts import said
+from tests.support.dflash_heads import dflash_config, dspark_config, write_dflash_head
 from tests.support.eagle_heads import (
     add_mtp_layer,
     add_random_mtp_layer,
@@ -77,6 +79,14 @@ DRAFT_LAYERS: dict[str, tuple[str, int]] = {
     "qwen3": ("nested", 16),
 }
 """Bundles with a head, and the bits of its codes; they and `uneven` have a layer of their own too."""
+BLOCK_HEADS: dict[str, dict[str, Any]] = {
+    "relu": dspark_config(vocab_size=VOCAB, num_target_layers=2, target_layer_ids=[-1, 0]),
+    "qwen3": dflash_config(
+        vocab_size=VOCAB, num_target_layers=2, layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8, dflash_config={"mask_token_id": 3, "target_layer_ids": [0]},
+    ),
+}  # fmt: skip
+"""Heads of bundles that draft blocks."""
 LAYERS_AHEAD: dict[str, dict[str, Any]] = {
     "relu": {
         "neurons": 40, "output_gates": True, "states_normed": True,
@@ -116,7 +126,7 @@ class Bases:
 
     @property
     def heads(self) -> list[Path]:
-        """Folders of EAGLE-3 heads."""
+        """Folders of EAGLE-3, DFlash and DSpark heads."""
         return sorted((self.folder / "heads").iterdir())
 
     @property
@@ -287,6 +297,8 @@ def _write_heads(folder: Path) -> None:
     common = {"vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     for name, options in HEADS.items():
         write_eagle_head(folder / "heads" / name, **common | options)
+    for name, config in BLOCK_HEADS.items():
+        write_dflash_head(folder / "heads" / name, config)
     nested = folder / "heads" / "nested"
     config = head_config(**common | HEADS["nested"])
     del config["eagle_aux_hidden_state_layer_ids"]
@@ -317,6 +329,8 @@ def _write_bundles(folder: Path) -> None:
             add_streams(target)
         head, bits = DRAFT_LAYERS[name]
         convert_eagle(folder / "heads" / head, target, bits)
+        if name in BLOCK_HEADS:
+            convert_dflash(folder / "heads" / name, target, bits)
     with pytest.MonkeyPatch.context() as patch:
         options = {name: value for name, value in SHAPE.items() if name != "intermediate_size"}
         source = write_uneven_checkpoint(patch, folder / "made" / "source", (160, 70), **options | UNEVEN)

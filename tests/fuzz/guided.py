@@ -24,7 +24,7 @@ import atheris
 
 with atheris.instrument_imports(include=["ondevice"]):
     import ondevice.chat_template.sandbox  # noqa: F401 (else it comes when a template is compiled)
-    from ondevice.bundle.draft_layers import EAGLE_SIDECAR, MTP_SIDECAR, parse_draft_layer
+    from ondevice.bundle.draft_layers import SIDECAR_OF, parse_draft_layer
     from ondevice.bundle.manifest import Manifest, parse_manifest
     from ondevice.bundle.predictors import parse_predictors
     from ondevice.bundle.sidecar import weights_digest
@@ -47,8 +47,7 @@ SCRATCH = Path(tempfile.mkdtemp(prefix="ondevice-guided-"))
 SIDECARS: dict[str, Callable[[bytes, Manifest], object]] = {
     "predictors": parse_predictors,
     "streams": parse_streams,
-    "eagle": partial(parse_draft_layer, EAGLE_SIDECAR),
-    "mtp": partial(parse_draft_layer, MTP_SIDECAR),
+    **{key: partial(parse_draft_layer, sidecar) for key, sidecar in SIDECAR_OF.items()},
 }
 
 

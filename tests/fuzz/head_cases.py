@@ -1,5 +1,5 @@
-"""EAGLE-3 heads, and checkpoints with a layer that predicts one token more, for `convert FOLDER --draft-for`:
-configuration, headers, weights; and what comes of them.
+"""EAGLE-3, DFlash and DSpark heads, and checkpoints with a layer that predicts one token more, for `convert
+FOLDER --draft-for`: configuration, headers, weights; and what comes of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import ondevice
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.draft_layers.dflash import convert_dflash, is_block_head
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.converters.draft_layers.mtp import convert_mtp, has_layers_ahead
 from ondevice.errors import BundleError, OndeviceError
@@ -34,7 +35,8 @@ CONFIG_KEYS = [
     "head_dim", "vocab_size", "draft_vocab_size", "target_vocab_size", "target_hidden_size",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "attention_bias",
     "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "eagle_config", "transformer_layer_config",
-    "tie_word_embeddings", "mlp_bias",
+    "tie_word_embeddings", "mlp_bias", "fc_norm", "norm_output", "architectures", "block_size",
+    "mask_token_id", "target_layer_ids", "dflash_config", "layer_types", "sliding_window", "markov_rank",
 ]  # fmt: skip
 COMPUTED = "computes logits that are not finite"
 """What a head of finite weights may be refused with when it drafts."""
@@ -58,16 +60,16 @@ def run(folder: Path, rng: random.Random) -> int:
     """Convert; what comes of it must verify and draft for a text that is the one without drafts."""
     allowed = process_memory().current_bytes + CONVERT_BYTES
     bundle, source, bits = folder / "bundle", folder / "source", rng.choice([4, 8, 16])
-    kind = "mtp" if source.exists() else "eagle"
-    before = getattr(Bundle.open(bundle), kind)
+    before, kind = Bundle.open(bundle).draft_layers, "mtp"
     try:
-        if kind == "eagle":
-            convert_eagle(folder / "head", bundle, bits)
-        else:
+        if source.exists():
             has_layers_ahead(source)
             convert_mtp(source, bundle, bits)
+        else:
+            add = convert_dflash if is_block_head(folder / "head") else convert_eagle
+            kind = add(folder / "head", bundle, bits).kind
     except OndeviceError as error:
-        if getattr(Bundle.open(bundle), kind) != before:
+        if Bundle.open(bundle).draft_layers != before:
             raise Difference(f"refused, but it has taken the place of the older layer: {error}") from error
         error.allowed_bytes = allowed  # type: ignore[attr-defined]
         raise

@@ -33,6 +33,7 @@ SIDECARS = {
     "expert_use.json": "expert_use",
     "ngrams.json": "ngrams",
     "eagle.json": "eagle",
+    "dflash.json": "dflash",
     "mtp.json": "mtp",
 }
 """The key of each one's content."""

@@ -121,6 +121,7 @@ def test_what_is_signed_again_passes_every_check(bases: Bases, tmp_path: Path, i
         "streams": -70,
         "predictors": -70,
         "eagle": -70,
+        "dflash": -70,
         "mtp": -70,
     }
     for name, at in places.items():

@@ -26,12 +26,12 @@ DRAFTED_ROWS = [DRAFT_NODES, 3, 7]
 EXACT: dict[str, list[Any]] = {
     "sparsity": ["dense", "exact"],
     "threads": [1, 2],
-    "speculation": ["off", "streams", "lookup", "recycling", "resident", "eagle", "mtp"],
+    "speculation": ["off", "streams", "lookup", "recycling", "resident", "eagle", "dflash", "mtp"],
     "io": ["direct", "buffered"],
     "kernel_target": ["auto", "scalar"],
 }
 """What changes no token, by option."""
-SIDECAR_DRAFTERS = ("streams", "eagle", "mtp")
+SIDECAR_DRAFTERS = ("streams", "eagle", "dflash", "mtp")
 """Drafters that read a sidecar of the bundle, each named as that is."""
 FILE_WORDS = ".safetensors"
 """What errors have that name a damaged file."""

@@ -13,15 +13,17 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig, Speculation
+from ondevice.converters.draft_layers.dflash import convert_dflash
 from ondevice.converters.draft_layers.eagle import convert_eagle
 from ondevice.generate import Event
 from ondevice.speculation.tree import DRAFT_NODES
 from tests.api.test_recurrent import made
 from tests.support.bundles import EOS
+from tests.support.dflash_heads import dflash_config, write_dflash_head
 from tests.support.eagle_heads import write_eagle_head
 from tests.support.engines import always_draft
 
-DRAFTERS: list[Speculation] = ["lookup", "recycling", "model", "auto", "eagle"]
+DRAFTERS: list[Speculation] = ["lookup", "recycling", "model", "auto", "eagle", "dflash"]
 LIVES, ACTS, SAID = 3, 4, 12
 """How often the model is loaded, what happens to its texts in each of these lives, and tokens of a reply."""
 SAMPLINGS: list[dict[str, Any]] = [
@@ -35,10 +37,12 @@ Bits = list[tuple[int | None, float | None]]
 
 @pytest.fixture(scope="module", params=["qwen3.5", "lfm2"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with delta rules or short convolutions, and an EAGLE-3 head of random weights."""
+    """A small model with delta rules or short convolutions, and two heads of random weights."""
     folder = tmp_path_factory.mktemp("restored")
     bundle = made(folder, request.param)
     convert_eagle(write_eagle_head(folder / "head", vocab_size=320), bundle)
+    block = dflash_config(vocab_size=320, num_target_layers=None)
+    convert_dflash(write_dflash_head(folder / "block", block), bundle)
     return bundle
 
 

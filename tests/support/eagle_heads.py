@@ -47,7 +47,11 @@ def head_config(**options: Any) -> dict[str, Any]:
 
 
 def head_tensors(
-    config: Mapping[str, Any], target_width: int = 64, seed: int = 0, embeddings: bool = False
+    config: Mapping[str, Any],
+    target_width: int = 64,
+    seed: int = 0,
+    embeddings: bool = False,
+    head_norms: bool = False,
 ) -> Tensors:
     """Random weights of a head, float16 but for the offsets of its tokens."""
     rng = np.random.default_rng(seed)
@@ -73,6 +77,10 @@ def head_tensors(
         "norm.weight": (width,),
         "lm_head.weight": (tokens, width),
     }
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{tap}.weight": (target_width,) for tap in range(3)}
+    if head_norms:
+        shapes |= {f"midlayer.self_attn.{it}_norm.weight": (head,) for it in "qk"}
     if config.get("attention_bias"):
         for name, rows in (("q", queries), ("k", keys), ("v", keys), ("o", width)):
             shapes[f"midlayer.self_attn.{name}_proj.bias"] = (rows,)
@@ -82,7 +90,7 @@ def head_tensors(
     for name, shape in shapes.items():
         noise = rng.standard_normal(shape)
         scale = 0.2 if len(shape) == 1 else 1.0 / np.sqrt(shape[1])
-        found[name] = (noise * scale + name.endswith("norm.weight")).astype(np.float16)
+        found[name] = (noise * scale + (len(shape) == 1 and "norm" in name)).astype(np.float16)
     chosen = np.sort(rng.choice(config["vocab_size"], tokens, replace=False))
     found["d2t"] = chosen.astype(np.int64) - np.arange(tokens)
     found["t2d"] = np.isin(np.arange(config["vocab_size"]), chosen)
@@ -109,7 +117,8 @@ def twin_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states (n, D) and logits (n, N) of n rows, in plain PyTorch and float64.
 
-    tokens: (n,) whose embeddings are read. hidden: (n, D) the states beside them, of `fc` or fed back.
+    Hidden states are those that a draft goes on from. tokens: (n,) whose embeddings are read. hidden: (n, D)
+    the states beside them, of `fc` or fed back.
     """
     torch = pytest.importorskip("torch")
     functional = torch.nn.functional
@@ -138,7 +147,10 @@ def twin_rows(
     def turned(x: Any) -> Any:
         return x * cos + torch.cat([-x[..., head // 2 :], x[..., : head // 2]], -1) * sin
 
-    q, k = turned(projected(x, "q", heads)), turned(projected(x, "k", groups))
+    q, k = projected(x, "q", heads), projected(x, "k", groups)
+    if "midlayer.self_attn.q_norm.weight" in w:
+        q, k = norm(q, "midlayer.self_attn.q_norm"), norm(k, "midlayer.self_attn.k_norm")
+    q, k = turned(q), turned(k)
     k, v = (it.repeat_interleave(heads // groups, 0) for it in (k, projected(x, "v", groups)))
     seen = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
     seen = seen.transpose(0, 1).reshape(n, -1)
@@ -147,7 +159,9 @@ def twin_rows(
     inner = norm(x, "midlayer.post_attention_layernorm")
     gate = functional.silu(inner @ w["midlayer.mlp.gate_proj.weight"].T)
     x = x + (gate * (inner @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
-    return x.numpy(), (norm(x, "norm") @ w["lm_head.weight"].T).numpy()
+    normed = norm(x, "norm")
+    after = normed if config.get("norm_output") else x
+    return after.numpy(), (normed @ w["lm_head.weight"].T).numpy()
 
 
 def mtp_arrays(

@@ -35,7 +35,7 @@ class DraftLayerState:
     kv: SequenceState
 
 
-class _LayerOutput(NamedTuple):
+class LayerOutput(NamedTuple):
     """The layer's output after a path: its hidden state (1, D), and logits (N,)."""
 
     hidden: Array
@@ -44,6 +44,9 @@ class _LayerOutput(NamedTuple):
 
 class DraftLayerDrafter(Drafter):
     """Drafts the likeliest tokens of a draft layer; with sampling, those that win with the same noise."""
+
+    _tokens_ahead = 1
+    """Tokens after a hidden state's own that its row has."""
 
     def __init__(self, state: DraftLayerState) -> None:
         self._layer = state.layer
@@ -59,7 +62,7 @@ class DraftLayerDrafter(Drafter):
         """(1, D) the layer's output in the last row of the text."""
         self._branch: tuple[int, ...] = ()
         """Draft tokens whose rows the cache has."""
-        self._outputs: dict[tuple[int, ...], _LayerOutput] = {}
+        self._outputs: dict[tuple[int, ...], LayerOutput] = {}
         """By path of the newest draft, as far as proposals were asked for."""
         self._drawn: tuple[int, ...] = ()
         """Tokens that were drawn since the draft began."""
@@ -74,8 +77,8 @@ class DraftLayerDrafter(Drafter):
         same = common_prefix(self._text, text)
         self._text = list(text)
         self._forget()
-        # A row has the hidden state at its position and the token after that.
-        kept = bisect_right(self._positions, same - 2)
+        # Most rows have the hidden state at their position and the token after that.
+        kept = bisect_right(self._positions, same - 1 - self._tokens_ahead)
         if kept < len(self._positions):
             self._newest = None
         del self._positions[kept:]
@@ -105,7 +108,7 @@ class DraftLayerDrafter(Drafter):
         self._catch_up()
         # A draft continues from the state after the last token but one.
         if self._newest is not None and self._positions[-1] == len(self._text) - 2:
-            self._outputs[()] = _LayerOutput(self._newest, self._layer.logits(self._newest)[0])
+            self._outputs[()] = self._first(self._newest)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         if () not in self._outputs:
@@ -120,7 +123,11 @@ class DraftLayerDrafter(Drafter):
         position = len(self._text) + len(path)
         return self._ranking.rank(self._outputs[tuple(path)].logits, position, [*self._text, *path])
 
-    def _run(self, path: tuple[int, ...]) -> _LayerOutput:
+    def _first(self, newest: Array) -> LayerOutput:
+        """What drafts the token after the text. newest: (1, D) the layer's output in the text's last row."""
+        return LayerOutput(newest, self._layer.logits(newest)[0])
+
+    def _run(self, path: tuple[int, ...]) -> LayerOutput:
         """Run the rows of a path that the cache lacks. All shorter paths have outputs."""
         kept, backend = common_prefix(self._branch, path), self._layer.backend
         self._truncate(kept)
@@ -129,7 +136,7 @@ class DraftLayerDrafter(Drafter):
         hidden = self._layer.run(path[kept:], backend.stacked(before), self._kv)
         self._branch = path
         last = backend.rows(hidden, [len(before) - 1])
-        return _LayerOutput(last, self._layer.logits(last)[0])
+        return LayerOutput(last, self._layer.logits(last)[0])
 
     def _take(self, output: ForwardOutput, path: Sequence[int]) -> None:
         """Take the hidden states of a path through a pass, except known ones."""
@@ -148,13 +155,18 @@ class DraftLayerDrafter(Drafter):
         """Run the waiting rows whose next tokens are in the text."""
         self._truncate(0)
         backend = self._layer.backend
-        while self._waiting and self._waiting[0][0] + 1 < len(self._text):
-            piece = [pair for pair in self._waiting[:PIECE_ROWS] if pair[0] + 1 < len(self._text)]
-            tokens = [self._text[position + 1] for position, _ in piece]
-            hidden = self._layer.run(tokens, backend.stacked([row for _, row in piece]), self._kv)
+        stop = len(self._text) - self._tokens_ahead
+        while self._waiting and self._waiting[0][0] < stop:
+            piece = [pair for pair in self._waiting[:PIECE_ROWS] if pair[0] < stop]
+            tokens = [self._text[position + self._tokens_ahead] for position, _ in piece]
+            hidden = self._add_rows(tokens, backend.stacked([row for _, row in piece]))
             self._newest = backend.rows(hidden, [len(piece) - 1])
             self._positions += [position for position, _ in piece]
             del self._waiting[: len(piece)]
+
+    def _add_rows(self, tokens: Sequence[int], hidden: Array) -> Array:
+        """Add rows of the text: the layer's output in them, (n, D), for hidden states (n, D or T)."""
+        return self._layer.run(tokens, hidden, self._kv)
 
     def _truncate(self, depth: int) -> None:
         """Keep only the first `depth` rows of the newest draft."""
