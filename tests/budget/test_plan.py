@@ -254,12 +254,19 @@ def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
         return
     assert plan.total_bytes <= budget
     blocks = plan.kv_cache_bytes // plan.kv_block_bytes
-    held = [plan.segments_for(count * plan.kv_block_bytes) for count in range(0, blocks + 1, 7)]
+    counts = range(0, blocks + 1, 7)
+    held = [plan.held_weights(count * plan.kv_block_bytes) for count in counts]
+    # Units of matrices come first: one more of them may take the place of segments.
     assert held == sorted(held, reverse=True)
-    fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes
-    for count, segments in zip(range(0, blocks + 1, 7), held, strict=True):
+
+    def matrix_bytes(units: int) -> int:
+        return 0 if plan.matrices is None else plan.matrices.bytes_of(units)
+
+    fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes - matrix_bytes(plan.held_units)
+    for count, (units, segments) in zip(counts, held, strict=True):
         assert 0 <= segments <= plan.segment.total
-        assert fixed + count * plan.kv_block_bytes + plan.segment.bytes_of(segments) <= budget
+        weights = matrix_bytes(units) + plan.segment.bytes_of(segments)
+        assert fixed + count * plan.kv_block_bytes + weights <= budget
 
 
 @settings(max_examples=40)
