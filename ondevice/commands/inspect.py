@@ -44,11 +44,12 @@ def inspect(
     A checkpoint that isn't converted yet is inspected by its headers, and by its config.json where its
     weights aren't here. The context is that of `chat` and `serve`.
     """
-    from ondevice.commands.inspection import model_list, model_list_text
     from ondevice.errors import ModelNotFoundError
     from ondevice.runtime.models import find_model
 
     if listing:
+        from ondevice.commands.inspection import model_list, model_list_text
+
         print_result(as_json, model_list(), model_list_text())
         return
     if hosts is not None:
@@ -70,10 +71,12 @@ def inspect(
 
 def _inspect_bundle(path: Path, values: dict[str, Any], curve: Path | None, as_json: bool) -> None:
     from ondevice import api
+
+    resolved = api.open_model(path, runtime_of(path, values, context_share=CONTEXT_SHARE), sliced=True)
+    # After the process is measured: a run imports nothing of these.
     from ondevice.commands.inspection import inspection, inspection_text
     from ondevice.measure.expected_speed import forecast_model
 
-    resolved = api.open_model(path, runtime_of(path, values, context_share=CONTEXT_SHARE), sliced=True)
     forecast = forecast_model(resolved)
     _draw(forecast, resolved.bundle.name, curve)
     print_result(as_json, inspection(resolved, forecast), inspection_text(resolved, forecast))
@@ -82,11 +85,13 @@ def _inspect_bundle(path: Path, values: dict[str, Any], curve: Path | None, as_j
 
 def _inspect_source(model: str, runtime: RuntimeConfig, curve: Path | None, as_json: bool) -> None:
     """Inspect a checkpoint by its headers, or by its config.json alone."""
-    from ondevice.commands.inspection import source_inspection, source_inspection_text
-    from ondevice.measure.expected_speed import forecast_source
     from ondevice.runtime.conversion import prepare
 
     with prepare(model, needs_weights=False) as prepared:
+        # After the process is measured: a run imports nothing of these.
+        from ondevice.commands.inspection import source_inspection, source_inspection_text
+        from ondevice.measure.expected_speed import forecast_source
+
         plan = prepared.smallest_plan(runtime)
         forecast = forecast_source(prepared, plan)
         _draw(forecast, prepared.name, curve)

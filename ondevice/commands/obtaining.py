@@ -54,11 +54,13 @@ def ensure_bundle(model: str | None, runtime: RuntimeConfig, yes: bool) -> str |
 
 def _convert_and_start_again(model: str, runtime: RuntimeConfig, yes: bool) -> NoReturn:
     from ondevice.bundle.reader import Bundle
-    from ondevice.measure.expected_speed import forecast_source
     from ondevice.runtime import conversion
     from ondevice.runtime.models import convert_line
 
     with conversion.prepare(model) as prepared:
+        # After the process is measured: a run imports nothing of this.
+        from ondevice.measure.expected_speed import forecast_source
+
         if prepared.is_converted:
             _start_again(model, prepared.output)
         if prepared.output.exists():

@@ -112,9 +112,7 @@ def read_entry(folder: Path, name: RunName, binding: Mapping[str, Any]) -> Entry
     """The entry of a run; None if there is no valid one."""
     path = folder / name.file
     try:
-        # Links aren't followed, and opening a pipe doesn't wait.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(file, "rb", closefd=True) as stream:
+        with open(path, "rb", opener=_open_alone) as stream:
             state = os.fstat(stream.fileno())
             if not stat.S_ISREG(state.st_mode):
                 return None
@@ -131,6 +129,11 @@ def read_entry(folder: Path, name: RunName, binding: Mapping[str, Any]) -> Entry
         return _entry(path, name, binding, text, state.st_size)
     except BundleError:
         return None
+
+
+def _open_alone(path: str, flags: int) -> int:
+    """A descriptor of what has this very name: links aren't followed, and opening a pipe doesn't wait."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _entry(path: Path, name: RunName, binding: Mapping[str, Any], text: bytes, nbytes: int) -> Entry | None:

@@ -143,12 +143,16 @@ def test_parts_of_a_text_are_the_text(tmp_path: Path) -> None:
 
 
 def heavy_tokenizer(checkpoint: Path) -> None:
-    """A `tokenizer.json` of 5 MB, which takes 100 MB to read: all the same few merges."""
+    """A `tokenizer.json` of 5 MB, which takes 100 MB to read: all the same few merges.
+
+    A space before each text is no rule of native code, which would make a small table of them.
+    """
     path = checkpoint / "tokenizer.json"
     document: dict[str, Any] = json.loads(path.read_text())
     letters = [*string.ascii_letters][:3]
     document["model"]["vocab"] |= {a + b: 256 + i for i, (a, b) in enumerate(product(letters, letters))}
     document["model"]["merges"] = [[a, b] for a, b in product(letters, letters)] * 50_000
+    document["pre_tokenizer"]["add_prefix_space"] = True
     document["added_tokens"] = [token | {"id": token["id"] + 9} for token in document["added_tokens"]]
     path.write_text(json.dumps(document))
 

@@ -270,7 +270,7 @@ def test_the_opening_says_what_is_on_flash(tmp_path: Path) -> None:
         command("inspect", "-m", bundle, "--json"), capture_output=True, text=True, check=True
     )
     least = json.loads(shown.stdout)["minimum_budget_bytes"]
-    terminal = Terminal(command("chat", "-m", bundle, "--dram-budget", least + (4 << 20)))
+    terminal = Terminal(command("chat", "-m", bundle, "--dram-budget", least + (7 << 20)))
     try:
         opening = terminal.until("> ")
         assert re.search(r"wide in [\d.]+ MB, where [\d.]+ MB would hold everything; context \d+", opening)

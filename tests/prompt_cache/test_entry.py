@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -82,3 +84,23 @@ def test_a_bent_byte_is_noticed_in_every_part(tmp_path: Path, sizes: list[int]) 
         path.write_bytes(bent)
         with pytest.raises(FlashReadError, match="checksum"):
             read(found(tmp_path, name))
+
+
+@pytest.mark.parametrize(
+    "put",
+    [Path.mkdir, os.mkfifo, Path.touch, lambda path: path.symlink_to(os.devnull)],
+    ids=["folder", "pipe", "empty", "link"],
+)
+def test_what_is_no_run_takes_no_descriptor(tmp_path: Path, put: Callable[[Path], object]) -> None:
+    name = run_name(root_digest(BINDING), TOKENS)
+    put(tmp_path / name.file)
+    before = next_descriptor()
+    assert read_entry(tmp_path, name, BINDING) is None
+    assert next_descriptor() == before
+
+
+def next_descriptor() -> int:
+    """The number that the process's next descriptor has."""
+    file = os.open(os.devnull, os.O_RDONLY)
+    os.close(file)
+    return file

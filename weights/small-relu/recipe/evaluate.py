@@ -101,7 +101,7 @@ def evaluate(build: Path, name: str | None, limit: int) -> dict[str, dict[str, d
     folder = build / "export" / (name or "shipped")
     if name is None:
         model = model_of_bundle(MODEL_FOLDER)
-        export(model, (MODEL_FOLDER / "tokenizer.model").read_bytes(), folder)
+        export(model, (build / "tokenizer.model").read_bytes(), folder)
     else:
         model = model_of_checkpoint(build / "runs" / name)
     encoder = Encoder((folder / "tokenizer.model").read_bytes())
