@@ -72,14 +72,14 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 def write_task(folder: Path, examples: Path) -> None:
     """Two questions of each subject in turn, the first 100, and lm-eval's description of them."""
-    found = []
+    questions = []
     for _, text in sorted(json.loads(examples.read_text(encoding="utf-8")).items()):
-        asked = (match for block in text.split("\n\n") if (match := QUESTION.match(block)))
-        for match in islice(asked, PER_SUBJECT):
+        matches = (match for block in text.split("\n\n") if (match := QUESTION.match(block)))
+        for match in islice(matches, PER_SUBJECT):
             question, *choices, right = match.groups()
-            found.append({"question": question, "choices": choices, "answer": "ABCD".index(right)})
-    assert len(found) >= QUESTIONS
-    (folder / "questions.json").write_text("\n".join(map(json.dumps, found[:QUESTIONS])))
+            questions.append({"question": question, "choices": choices, "answer": "ABCD".index(right)})
+    assert len(questions) >= QUESTIONS
+    (folder / "questions.json").write_text("\n".join(map(json.dumps, questions[:QUESTIONS])))
     (folder / "tasks").mkdir()
     (folder / "tasks" / "questions.yaml").write_text(TASK)
 
