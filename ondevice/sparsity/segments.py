@@ -350,7 +350,7 @@ class SegmentPool(NeuronSource):
                 continue
             layer.source.check_gates(first, records)
             if first == neurons.start:
-                filling = self._take_empty(index, segment)
+                filling = self._next_empty(index, segment)
             if filling is not None and not _packed(layer, filling, segment, first, records):
                 filling = None
             high_plane = segment >= self._quota[index].segments
@@ -358,6 +358,7 @@ class SegmentPool(NeuronSource):
                 yield records
             self._let_go(ahead, self._memory.pieces_read)
             if filling is not None and stop == neurons.stop:
+                self._empty[SegmentKind(index, high_plane)].pop()
                 (layer.high_planes if high_plane else layer.segments).append(filling)
                 if not high_plane:
                     yield filling
@@ -370,20 +371,21 @@ class SegmentPool(NeuronSource):
             self._memory.wait(self._held.popleft())
             ahead.release()
 
-    def _take_empty(self, index: int, segment: int) -> Segment | None:
-        """An empty segment for the next range of a layer, if its quota allows one and there is memory."""
+    def _next_empty(self, index: int, segment: int) -> Segment | None:
+        """An empty segment for the next range of a layer, if its quota allows one and there is memory.
+
+        It stays among the empty ones until it is filled.
+        """
         layer, quota = self._layers[index], self._quota[index]
         if segment != len(layer.segments) + len(layer.high_planes) or segment >= sum(quota):
             return None
         kind = SegmentKind(index, are_planes=segment >= quota.segments)
-        if kind not in self._empty:
-            if kind not in self._requested:
+        if not self._empty.get(kind):
+            if not self._requested.get(kind):
                 count = next((count for missing, count in self._missing(index) if missing == kind), 0)
                 if not count or not self._request(kind, count):
                     return None
             requested = self._requested[kind].popleft()
-            if not self._requested[kind]:
-                del self._requested[kind]
             # Memory comes sooner than the next pass could read the neurons again.
             if (error := requested.memory.exception()) is not None:
                 # The system has no memory to spare now: this pass continues from flash.
@@ -391,10 +393,7 @@ class SegmentPool(NeuronSource):
                 return None
             self._empty[kind] = requested.memory.result()[::-1]
         self._request_ahead(index)
-        empty = self._empty[kind].pop()
-        if not self._empty[kind]:
-            del self._empty[kind]
-        return empty
+        return self._empty[kind][-1]
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Drop newly resident neurons from the schedule, and request memory for missing segments.
