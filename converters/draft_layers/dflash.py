@@ -167,14 +167,16 @@ def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig
     vectors = {"hidden_norm": "hidden_norm.weight", "final_norm": "norm.weight"}
     matrices: dict[str, str] = {}
     for number in range(len(layer.windows)):
-        own, prefix = f"{number}.", f"layers.{number}."
+        stored_layer, source_layer = f"{number}.", f"layers.{number}."
         for which, rows in (("q", queries), ("k", keys), ("v", keys)):
-            expected[f"{prefix}self_attn.{which}_proj.weight"] = (rows, width)
-        matrices[f"{own}out"] = f"{prefix}self_attn.o_proj.weight"
-        matrices |= {own + it: f"{prefix}mlp.{it}_proj.weight" for it in ("gate", "up", "down")}
-        vectors |= {f"{own}{it}_norm": f"{prefix}self_attn.{it}_norm.weight" for it in "qk"}
-        vectors[f"{own}attention_norm"] = f"{prefix}input_layernorm.weight"
-        vectors[f"{own}feed_forward_norm"] = f"{prefix}post_attention_layernorm.weight"
+            expected[f"{source_layer}self_attn.{which}_proj.weight"] = (rows, width)
+        matrices[f"{stored_layer}out"] = f"{source_layer}self_attn.o_proj.weight"
+        matrices |= {
+            stored_layer + it: f"{source_layer}mlp.{it}_proj.weight" for it in ("gate", "up", "down")
+        }
+        vectors |= {f"{stored_layer}{it}_norm": f"{source_layer}self_attn.{it}_norm.weight" for it in "qk"}
+        vectors[f"{stored_layer}attention_norm"] = f"{source_layer}input_layernorm.weight"
+        vectors[f"{stored_layer}feed_forward_norm"] = f"{source_layer}post_attention_layernorm.weight"
     if layer.markov_rank:
         matrices["markov"] = "markov_w2.weight"
         expected["markov_w1.weight"] = (target.vocab_size, layer.markov_rank)

@@ -189,7 +189,7 @@ class LoadedDraftLayer:
                 f"the draft layer of {self.layer.sidecar.manifest} computes logits that are not "
                 "finite; convert it again"
             )
-        return logits.copy()
+        return logits
 
     def embedded(self, tokens: Sequence[int]) -> Array:
         """(n, D) embeddings."""

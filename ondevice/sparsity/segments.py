@@ -392,7 +392,7 @@ class SegmentPool(NeuronSource):
                 log.warning("no memory for a feed-forward segment: %s", error)
                 return None
             self._empty[kind] = requested.memory.result()[::-1]
-        self._request_ahead(index)
+            self._request_ahead(index)
         return self._empty[kind][-1]
 
     def begin_pass(self, batch: ForwardBatch) -> None:
@@ -402,8 +402,10 @@ class SegmentPool(NeuronSource):
         """
         if self._complete:
             return
-        self._request_ahead(0)
-        if self._scheduled != self._held_segments():
+        held = self._held_segments()
+        if held != self._quota:
+            self._request_ahead(0)
+        if self._scheduled != held:
             self._pieces = []
         self._complete = all(len(layer.segments) == layer.num_segments for layer in self._layers)
         if self._complete:
