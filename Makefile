@@ -21,6 +21,7 @@
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
 #   make bench-real   real models beside llama.cpp (Linux; root for cold starts and limits); QUICK=1, RESUME=1, BENCH_MODELS
 #   make bench-experts  the same of mixtures of experts
+#   make bench-products  rates of products on this machine's instruction sets
 #   make prove-mlx    on a Mac, or beside another GPU of MLX's: doctor, every fast test, and the comparisons of MLX
 #   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants

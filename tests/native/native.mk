@@ -11,7 +11,7 @@ VECTORS := build/native/vectors.bin
 NATIVE_RUN = $(1)/allocations build/native; $(1)/pool_stress; $(1)/read_ahead_stress build/native; \
 	$(1)/range_stress build/native; $(1)/record_stress build/native; $(1)/flash_fuzz build/native 5
 
-.PHONY: test-native test-neon test-sanitize test-tsan
+.PHONY: test-native test-neon test-sanitize test-tsan bench-products
 
 $(STAMPS)/native: $(STAMPS)/venv
 	@$(PIP) cmake ninja
@@ -22,6 +22,12 @@ test-native: $(STAMPS)/native
 	@$(call NATIVE_BUILD,build/native/plain,)
 	@build/native/plain/kernel_vectors --write $(VECTORS)
 	@$(call NATIVE_RUN,build/native/plain)
+
+# GMAC/s of each format on each of this machine's targets, for 256 tokens, 4 and 1.
+bench-products: $(STAMPS)/native
+	@mkdir -p build/native
+	@$(call NATIVE_BUILD,build/native/plain,)
+	@for tokens in 256 4 1; do echo "tokens: $$tokens"; build/native/plain/product_rates $$tokens; done
 
 # Bit for bit: the emulated NEON build against the vectors that this machine's build wrote.
 test-neon: test-native

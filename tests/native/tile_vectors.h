@@ -32,7 +32,7 @@ void tile_products(Runner& runner, const ondevice::RowFormat& format, int64_t ro
       uint8_t& high = tiles[static_cast<size_t>(begin + at + k)];
       high = static_cast<uint8_t>((high & 0x83) | 0x20);
     }
-  const Floats bias = random.values(rows), x = random.values(19 * cols);
+  const Floats bias = random.values(rows), x = random.values(83 * cols);
   const int64_t low_bytes = ondevice::low_tile_bytes(format, groups),
                 high_bytes = ondevice::high_tile_bytes(format, groups);
   Bytes highs(static_cast<size_t>(count * high_bytes)), low(static_cast<size_t>(low_bytes));
@@ -42,7 +42,7 @@ void tile_products(Runner& runner, const ondevice::RowFormat& format, int64_t ro
   const std::string name = " kind=" + std::to_string(static_cast<int>(format.kind)) +
                            " bits=" + std::to_string(format.bits) + " " + std::to_string(rows) + "x" +
                            std::to_string(cols) + " tokens=";
-  for (const int64_t tokens : {1, 2, 3, 5, 19}) {
+  for (const int64_t tokens : {1, 2, 3, 5, 19, 83}) {
     Floats y(static_cast<size_t>(tokens * rows));
     const auto inputs = runner.prepare(x.data(), cols, tokens, cols, format);
     const int64_t step = split ? 1 : count;

@@ -184,7 +184,7 @@ struct TwoLevelTile {
             I low = int_zero();
             for (int i = 0; i < FORM::kGroups; i += 2)
               low = dot_pair(low, pair_of(minimums[i], minimums[i + 1]), int_sums[t][i], int_sums[t][i + 1]);
-            acc[t] = fma(mul(upper.dmin, set1(-scale)), to_float(low), acc[t]);
+            acc[t] = fma(mul(upper.minus_dmin, set1(scale)), to_float(low), acc[t]);
           }
         }
       }
@@ -201,9 +201,7 @@ void high_tile(const uint8_t* tile, const QuantizedRows& x, int64_t t0, const fl
   TILE<FORM, TT>::multiply(tile, x, t0, acc);
   for (int t = 0; t < TT; ++t) {
     const int64_t at = (t0 + t) * out_stride;
-    if (bias) acc[t] = add(acc[t], load_partial(bias, rows));
-    if (added) acc[t] = add(load_partial(added + at, rows), acc[t]);
-    store_partial(out + at, acc[t], rows);
+    store_rows(acc[t], bias, added ? added + at : nullptr, out + at, rows);
   }
 }
 

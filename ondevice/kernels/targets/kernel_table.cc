@@ -1,11 +1,26 @@
-// This target's kernels, for dispatch.cc.
+// This target's kernels, for dispatch.cc: all of its own, or those of ONDEVICE_BASE but for products of
+// integers.
 #include "simd.h"
 #include "target_kernels.h"
 
 namespace ondevice {
+#if defined(ONDEVICE_BASE)
+namespace ONDEVICE_BASE {
+extern const KernelTable kTable;
+}
+#endif
 namespace ONDEVICE_NS {
 
 extern const KernelTable kTable;
+#if defined(ONDEVICE_BASE)
+const KernelTable kTable = [] {
+  KernelTable table = ONDEVICE_BASE::kTable;
+  table.linear_quantized = linear_quantized;
+  table.linear_high = linear_high;
+  table.linear_gathered = linear_gathered;
+  return table;
+}();
+#else
 const KernelTable kTable = {
     quantize_activations,
     linear_quantized,
@@ -40,6 +55,7 @@ const KernelTable kTable = {
     mamba2,
     mixer_gate,
 };
+#endif
 
 }  // namespace ONDEVICE_NS
 }  // namespace ondevice

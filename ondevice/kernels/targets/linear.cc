@@ -1,4 +1,7 @@
 #include "row_forms.h"
+#if defined(ONDEVICE_TARGET_AMX)
+#include "tile_registers.h"
+#endif
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -41,9 +44,7 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
   for (int n = 0; n < N; ++n, rows -= kTile)
     for (int t = 0; t < TT; ++t) {
       const int64_t at = (t0 + t) * out_stride + n * kTile;
-      if (bias) acc[n][t] = add(acc[n][t], load_partial(bias + n * kTile, rows));
-      if (added) acc[n][t] = add(load_partial(added + at, rows), acc[n][t]);
-      store_partial(out + at, acc[n][t], rows);
+      store_rows(acc[n][t], bias ? bias + n * kTile : nullptr, added ? added + at : nullptr, out + at, rows);
     }
 }
 
@@ -70,9 +71,64 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
   if (t < tokens) tile_tokens<FORM, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
 }
 
+#if defined(ONDEVICE_TARGET_AMX)
+// A tile with `tokens` tokens from t0 on, a multiple of 16 and at most kRegisterRun.
+constexpr int64_t kRegisterRun = 64;
 template <class FORM>
-void all_tiles(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
-               const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t tokens,
+                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows) {
+  using Codes = typename FORM::Codes;
+  F acc[kRegisterRun];
+  B codes[kGroup / 4];
+  for (int64_t t = 0; t < tokens; ++t) acc[t] = zero();
+  for (int64_t g = 0; g < x.groups; ++g, tile += kBlockBytes<FORM>) {
+    const uint8_t* affine = tile + kCodesBytes<FORM>;
+    prefetch_ahead(tile, kBlockBytes<FORM>);
+    each<kGroup / 4>([&](auto quad) { codes[quad.value] = block_quad<Codes, decltype(quad)::value>(tile); });
+    const int64_t at = x.at(t0, g);
+    TileRegisters<FORM::kCols>::multiply(
+        codes, x.codes + at * kGroup, tokens, [&](int64_t t, const auto& sums) {
+          for (int64_t i = 0; i < kRegisterTokens; ++i)
+            each<FORM::kScales>([&](auto part) {
+              constexpr int kPart = decltype(part)::value;
+              acc[t + i] =
+                  FORM::added(acc[t + i], affine + kPart * FORM::kSide, to_float(sums.template of<kPart>(i)),
+                              x, (at + t + i) * FORM::kScales + kPart);
+            });
+        });
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t at = (t0 + t) * out_stride;
+    store_rows(acc[t], bias, added ? added + at : nullptr, out + at, rows);
+  }
+}
+
+// Tiles [begin, end) with tokens [0, tokens), a multiple of 16.
+template <class FORM>
+void tiles_by_registers(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                        const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                        int64_t end) {
+  const TileRegisters<FORM::kCols> registers(tokens > 0);
+  for (int64_t i = begin; i < end; ++i)
+    for (int64_t t = 0; t < tokens; t += kRegisterRun)
+      tile_by_registers<FORM>(tiles + i * x.groups * kBlockBytes<FORM>, x, t,
+                              tokens - t < kRegisterRun ? tokens - t : kRegisterRun,
+                              bias ? bias + i * kTile : nullptr, added ? added + i * kTile : nullptr,
+                              out + i * kTile, out_stride, rows - i * kTile);
+}
+#endif
+
+template <class FORM>
+void all_tiles(const uint8_t* tiles, QuantizedRows x, int64_t tokens, const float* bias, const float* added,
+               float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+#if defined(ONDEVICE_TARGET_AMX)
+  const int64_t full = tokens - tokens % kRegisterTokens;
+  tiles_by_registers<FORM>(tiles, x, full, bias, added, out, out_stride, rows, begin, end);
+  x = x.from(full);
+  tokens -= full;
+  out += full * out_stride;
+  if (added) added += full * out_stride;
+#endif
   const int64_t tile_bytes = x.groups * kBlockBytes<FORM>;
   int64_t i = begin;
   const auto add = [&](auto count) {

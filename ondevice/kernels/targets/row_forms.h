@@ -45,6 +45,13 @@ struct TableForm {
   }
 };
 
+// Stores the first `rows` (up to 16) of a tile's sums for a token. bias, added: of the tile's rows, or null.
+static inline void store_rows(F sums, const float* bias, const float* added, float* out, int64_t rows) {
+  if (bias) sums = add(sums, load_partial(bias, rows));
+  if (added) sums = add(load_partial(added, rows), sums);
+  store_partial(out, sums, rows);
+}
+
 // Bytes of a block of a tile: of its codes, and of all.
 template <class FORM>
 constexpr int64_t kCodesBytes = kTile * kGroup * FORM::Codes::kBits / 8;
@@ -92,7 +99,7 @@ struct TwoLevelForm {
 };
 
 struct Upper {
-  F d, dmin;
+  F d, minus_dmin;
 };
 
 // A block's integers, group by group.
@@ -127,7 +134,7 @@ static inline void load_integers(const uint8_t* from, I* scales, I* minimums) {
 template <class FORM>
 static inline Upper load_upper(const uint8_t* header) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(header);
-  return {load_half(halves), FORM::kMinimums ? load_half(halves + kTile) : zero()};
+  return {load_half(halves), FORM::kMinimums ? sub(set1(-0.0f), load_half(halves + kTile)) : zero()};
 }
 
 }  // namespace ONDEVICE_NS

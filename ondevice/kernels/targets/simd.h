@@ -7,9 +7,15 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(ONDEVICE_TARGET_AVX512)
+#if defined(ONDEVICE_TARGET_AMX)
+#define ONDEVICE_NS amx
+#include "simd_avx512.h"
+#elif defined(ONDEVICE_TARGET_AVX512)
 #define ONDEVICE_NS avx512
 #include "simd_avx512.h"
+#elif defined(ONDEVICE_TARGET_AVXVNNI)
+#define ONDEVICE_NS avxvnni
+#include "simd_avx2.h"
 #elif defined(ONDEVICE_TARGET_AVX2)
 #define ONDEVICE_NS avx2
 #include "simd_avx2.h"

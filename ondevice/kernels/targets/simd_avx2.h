@@ -1,4 +1,5 @@
-// AVX2 with FMA and F16C: two registers are sixteen lanes.
+// AVX2 with FMA and F16C, and AVX-VNNI where ONDEVICE_TARGET_AVXVNNI is defined: two registers are sixteen
+// lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +9,7 @@
 #include "../interleave.h"
 
 namespace ondevice {
-namespace avx2 {
+namespace ONDEVICE_NS {
 
 struct F {
   __m256 a, b;
@@ -104,10 +105,17 @@ static inline Pair pair_of(I x, I y) {
   return {_mm256_blend_epi16(x.a, _mm256_slli_epi32(y.a, 16), 0xaa),
           _mm256_blend_epi16(x.b, _mm256_slli_epi32(y.b, 16), 0xaa)};
 }
+// acc + the sum of two products of 16 bits in each lane.
+static inline __m256i add_word_products(__m256i acc, __m256i x, __m256i y) {
+#if defined(ONDEVICE_TARGET_AVXVNNI)
+  return _mm256_dpwssd_avx_epi32(acc, x, y);
+#else
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(x, y));
+#endif
+}
 static inline I dot_pair(I acc, Pair p, int32_t x, int32_t y) {
   const __m256i both = _mm256_set1_epi32((x & 0xffff) | y * 65536);
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(p.a, both)),
-          _mm256_add_epi32(acc.b, _mm256_madd_epi16(p.b, both))};
+  return {add_word_products(acc.a, p.a, both), add_word_products(acc.b, p.b, both)};
 }
 // acc + factor * sum, of sums and factors that fit 16 bits; factor_of makes a factor of an integer: its upper
 // half is zero, so that the sign of a sum, which is the upper half of its lane, doesn't count.
@@ -116,8 +124,7 @@ static inline I factor_of(I x) {
           _mm256_blend_epi16(x.b, _mm256_setzero_si256(), 0xaa)};
 }
 static inline I multiply_add(I acc, I sum, I factor) {
-  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(sum.a, factor.a)),
-          _mm256_add_epi32(acc.b, _mm256_madd_epi16(sum.b, factor.b))};
+  return {add_word_products(acc.a, sum.a, factor.a), add_word_products(acc.b, sum.b, factor.b)};
 }
 static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 static inline B load_bytes(const uint8_t* p) {
@@ -162,6 +169,15 @@ template <int RIGHT, int MASK>
 static inline B with_bits(B codes, B other) {
   return {with_bits<RIGHT, MASK>(codes.a, other.a), with_bits<RIGHT, MASK>(codes.b, other.b)};
 }
+#if defined(ONDEVICE_TARGET_AVXVNNI)
+// Lane i gains the dot product of its four codes with the four activations at `quad`.
+static inline I dot_q4(I acc, B codes, const int8_t* quad) {
+  const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+  return {_mm256_dpbusd_avx_epi32(acc.a, codes.a, x), _mm256_dpbusd_avx_epi32(acc.b, codes.b, x)};
+}
+static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
+static inline I finish_q8(I acc, int32_t) { return acc; }
+#else
 // Pairs of products fit 16 bits for codes up to 63 (2 * 63 * 127), so nothing saturates.
 static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
@@ -208,6 +224,7 @@ static inline Words words_of(I x) {
   const Pair both = pair_of(x, x);
   return {both.a, both.b};
 }
+#endif
 // Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F x) {
   const __m256 eight = _mm256_add_ps(x.a, x.b);
@@ -255,9 +272,15 @@ static inline void store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_or
 // Into the second cache: on the way to the first, prefetches hold up loads that miss it.
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
+// Chains of additions that products are spread over at most.
+#if defined(ONDEVICE_TARGET_AVXVNNI)
+constexpr int kMostChains = 4;
+#else
+constexpr int kMostChains = 8;
+#endif
 constexpr int kTokenTile = 4;
 // Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
 constexpr int kPairedTokens = 0;
 
-}  // namespace avx2
+}  // namespace ONDEVICE_NS
 }  // namespace ondevice

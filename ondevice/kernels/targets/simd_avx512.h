@@ -8,7 +8,7 @@
 #include "../interleave.h"
 
 namespace ondevice {
-namespace avx512 {
+namespace ONDEVICE_NS {
 
 struct F {
   __m512 v;
@@ -216,9 +216,11 @@ static inline void store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_or
 // Into the second cache: on the way to the first, prefetches hold up loads that miss it.
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
+// Chains of additions that products are spread over at most.
+constexpr int kMostChains = 8;
 constexpr int kTokenTile = 8;
 // Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
 constexpr int kPairedTokens = 4;
 
-}  // namespace avx512
+}  // namespace ONDEVICE_NS
 }  // namespace ondevice

@@ -254,6 +254,8 @@ static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef ONDEVICE_EACH
 
+// Chains of additions that products are spread over at most.
+constexpr int kMostChains = 8;
 constexpr int kTokenTile = 4;
 // Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
 constexpr int kPairedTokens = 0;

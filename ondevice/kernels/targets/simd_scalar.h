@@ -267,6 +267,8 @@ static inline void prefetch(const void*) {}
 
 #undef ONDEVICE_EACH
 
+// Chains of additions that products are spread over at most.
+constexpr int kMostChains = 8;
 constexpr int kTokenTile = 2;
 // Most tokens of a pass over two tiles side by side. It brings nothing here, but every machine tests it.
 constexpr int kPairedTokens = 4;

@@ -195,6 +195,16 @@ static inline B quad_codes(const uint8_t* half_block) {
   return low;
 }
 
+// The codes of columns 4 QUAD to 4 QUAD + 3 of a block of 16 rows, as dot products take them.
+template <class CODES, int QUAD>
+static inline B block_quad(const uint8_t* block) {
+  constexpr int BITS = CODES::kBits;
+  if constexpr (BITS == 8)
+    return load_bytes(block + 64 * QUAD);
+  else
+    return CODES::of(quad_codes<BITS, QUAD % 8>(block + QUAD / 8 * half_block_bytes(BITS)));
+}
+
 // Fetches what is multiplied soon: `bytes` bytes, kAhead behind `at`.
 static inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) prefetch(at + line + kAhead);
@@ -204,7 +214,7 @@ static inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
 template <int BITS, int TT, int N, int COLS>
 [[gnu::always_inline]] static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x,
                                                           int64_t stride, F (*sums)[TT]) {
-  constexpr bool kTwoChains = N * TT <= 4;
+  constexpr bool kTwoChains = N * TT <= kMostChains / 2;
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
@@ -259,7 +269,7 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* x, int
     return;
   }
 #endif
-  constexpr bool kTwoChains = N * TT <= 4;
+  constexpr bool kTwoChains = N * TT <= kMostChains / 2;
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();

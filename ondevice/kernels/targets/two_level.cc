@@ -1,4 +1,7 @@
 #include "row_forms.h"
+#if defined(ONDEVICE_TARGET_AMX)
+#include "tile_registers.h"
+#endif
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -11,21 +14,21 @@ template <class FORM>
 constexpr Sums kSums = FORM::Codes::kTop < (kWordProducts == 2 ? 64 : 8) ? Sums::kWords : Sums::kFloats;
 
 // Factors of a block of 16 rows. `pairs` has minimums, or scales where the zero code is taken off last.
-template <class FORM>
+template <class FORM, Sums SUMS = kSums<FORM>>
 struct Factors {
-  static constexpr bool kPairs = FORM::kMinimums || (FORM::kZero && kSums<FORM> != Sums::kFloats);
-  std::conditional_t<kSums<FORM> == Sums::kWords, Words, F> scales[FORM::kGroups];
+  static constexpr bool kPairs = FORM::kMinimums || (FORM::kZero && SUMS != Sums::kFloats);
+  std::conditional_t<SUMS == Sums::kWords, Words, F> scales[FORM::kGroups];
   Pair pairs[FORM::kGroups / 2];
 };
-template <class FORM>
-static inline void load_factors(const uint8_t* header, int64_t block, Factors<FORM>* out) {
+template <class FORM, Sums SUMS>
+static inline void load_factors(const uint8_t* header, int64_t block, Factors<FORM, SUMS>* out) {
   I scales[FORM::kGroups], minimums[FORM::kGroups];
   load_integers<FORM>(header + FORM::kUpper + block * kTile * FORM::kIntegers, scales, minimums);
   for (int i = 0; i < FORM::kGroups; ++i) {
-    if constexpr (kSums<FORM> == Sums::kWords) out->scales[i] = words_of(scales[i]);
-    if constexpr (kSums<FORM> == Sums::kFloats) out->scales[i] = to_float(scales[i]);
+    if constexpr (SUMS == Sums::kWords) out->scales[i] = words_of(scales[i]);
+    if constexpr (SUMS == Sums::kFloats) out->scales[i] = to_float(scales[i]);
   }
-  if constexpr (Factors<FORM>::kPairs)
+  if constexpr (Factors<FORM, SUMS>::kPairs)
     for (int i = 0; i < FORM::kGroups; i += 2)
       out->pairs[i / 2] =
           FORM::kMinimums ? pair_of(minimums[i], minimums[i + 1]) : pair_of(scales[i], scales[i + 1]);
@@ -38,8 +41,7 @@ struct PackedCodes {
 
   template <int QUAD>
   B quad() const {
-    constexpr int kBits = FORM::Codes::kBits;
-    return FORM::Codes::of(quad_codes<kBits, QUAD % 8>(block + QUAD / 8 * half_block_bytes(kBits)));
+    return block_quad<typename FORM::Codes, QUAD>(block);
   }
 };
 template <class FORM>
@@ -56,6 +58,27 @@ struct UnpackedCodes {
   }
 };
 
+// A block's sum over groups of scale * (sum of (code - zero) * x), rounded to float, of sums that are added
+// in their order. Only the last addition may round: products are below 2^24, and so are sums of two at 6 bits
+// and of all below. So at 6 bits two pairs of groups are added up by themselves.
+template <class FORM>
+struct ScaledSum {
+  F sum, second;
+
+  template <int GROUP>
+  void add_group(const Factors<FORM, Sums::kFloats>& factors, I products) {
+    const F value = to_float(products), scale = factors.scales[GROUP];
+    if (GROUP == 0)
+      sum = mul(scale, value);
+    else if (FORM::Codes::kTop == 63 && GROUP == 2)
+      second = mul(scale, value);
+    else if (FORM::Codes::kTop == 63 && GROUP == 3)
+      sum = add(sum, fma(scale, value, second));
+    else
+      sum = fma(scale, value, sum);
+  }
+};
+
 // sums[t] = a block's sum over groups of scale * (sum of (code - zero) * x), rounded to float.
 template <class FORM, int TT, class CODES>
 static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors, const int8_t* const* x,
@@ -63,10 +86,8 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
   using Codes = typename FORM::Codes;
   constexpr int kGroups = FORM::kGroups, kQuads = FORM::kQuads, kTop = Codes::kTop;
   if constexpr (kSums<FORM> == Sums::kFloats) {
-    // Only the last addition may round: products are below 2^24, and so are sums of two at 6 bits and of all
-    // below. So at 6 bits two pairs of groups are added up by themselves.
     constexpr bool kTwoChains = kQuads == 8 && TT <= 2;
-    F second[TT];
+    ScaledSum<FORM> scaled[TT];
     each<kGroups>([&](auto group) {
       constexpr int kAt = decltype(group)::value;
       I a[TT], b[TT];
@@ -84,17 +105,10 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
       });
       for (int t = 0; t < TT; ++t) {
         const I sum = kTwoChains ? add_int(a[t], b[t]) : a[t];
-        const F value = to_float(finish_codes<Codes>(sum, int_sums[t][kAt]));
-        if (kAt == 0)
-          sums[t] = mul(factors.scales[kAt], value);
-        else if (kTop == 63 && kAt == 2)
-          second[t] = mul(factors.scales[kAt], value);
-        else if (kTop == 63 && kAt == 3)
-          sums[t] = add(sums[t], fma(factors.scales[kAt], value, second[t]));
-        else
-          sums[t] = fma(factors.scales[kAt], value, sums[t]);
+        scaled[t].template add_group<kAt>(factors, finish_codes<Codes>(sum, int_sums[t][kAt]));
       }
     });
+    for (int t = 0; t < TT; ++t) sums[t] = scaled[t].sum;
   } else {
     I total[TT];
     for (int t = 0; t < TT; ++t) total[t] = int_zero();
@@ -129,6 +143,20 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
   }
 }
 
+// acc + a block's products with a token. sum: of scaled groups; scale: of the token's block.
+template <class FORM>
+static inline F add_block(F acc, F sum, const Pair* pairs, const Upper& upper, float scale,
+                          const int32_t* int_sums) {
+  acc = fma(mul(upper.d, set1(scale)), sum, acc);
+  if constexpr (FORM::kMinimums) {
+    I low = int_zero();
+    for (int i = 0; i < FORM::kGroups; i += 2)
+      low = dot_pair(low, pairs[i / 2], int_sums[i], int_sums[i + 1]);
+    acc = fma(mul(upper.minus_dmin, set1(scale)), to_float(low), acc);
+  }
+  return acc;
+}
+
 // Adds block g's products with tokens t0 to t0 + TT - 1 to acc[t].
 template <class FORM, int TT, class CODES>
 static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, const Upper& upper,
@@ -142,19 +170,11 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
   }
   F sums[TT];
   scaled_sums<FORM, TT>(codes, factors, rows, int_sums, sums);
-  for (int t = 0; t < TT; ++t) {
-    const float scale = x.scales[x.at(t0 + t, g)];
-    acc[t] = fma(mul(upper.d, set1(scale)), sums[t], acc[t]);
-    if constexpr (FORM::kMinimums) {
-      I low = int_zero();
-      for (int i = 0; i < FORM::kGroups; i += 2)
-        low = dot_pair(low, factors.pairs[i / 2], int_sums[t][i], int_sums[t][i + 1]);
-      acc[t] = fma(mul(upper.dmin, set1(-scale)), to_float(low), acc[t]);
-    }
-  }
+  for (int t = 0; t < TT; ++t)
+    acc[t] = add_block<FORM>(acc[t], sums[t], factors.pairs, upper, x.scales[x.at(t0 + t, g)], int_sums[t]);
 }
 
-constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
+constexpr int64_t kMostTokens = 64;  // for which a block's codes are unpacked once
 constexpr int kTogether = 4;         // tokens whose sums stay in registers beside a block's codes
 
 // A tile's products with TT tokens from t0 on, into acc[t].
@@ -169,16 +189,58 @@ void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
       const PackedCodes<FORM> codes{tile + FORM::kHeader + b * FORM::kBlock};
       prefetch_ahead(codes.block, FORM::kBlock);
       Factors<FORM> factors;
-      load_factors<FORM>(tile, b, &factors);
+      load_factors(tile, b, &factors);
       add_tokens<FORM, TT>(codes, factors, upper, x, g + b, t0, sums);
     }
   }
   for (int t = 0; t < TT; ++t) acc[t] = sums[t];
 }
 
+#if defined(ONDEVICE_TARGET_AMX)
+template <class FORM>
+constexpr bool kByRegisters = FORM::kGroups <= 2;
+
+// The same with `count` tokens, a multiple of 16.
+template <class FORM>
+void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
+  for (int64_t t = 0; t < count; ++t) acc[t] = zero();
+  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> packed{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(packed.block, FORM::kBlock);
+      const UnpackedCodes<FORM> codes(packed);
+      Factors<FORM, Sums::kFloats> factors;
+      load_factors(tile, b, &factors);
+      const int64_t at = x.at(t0, g + b);
+      TileRegisters<kGroup / FORM::kGroups>::multiply(
+          codes.quads, x.codes + at * kGroup, count, [&](int64_t t, const auto& sums) {
+            for (int64_t i = 0; i < kRegisterTokens; ++i) {
+              const int32_t* int_sums = x.int_sums + (at + t + i) * FORM::kGroups;
+              ScaledSum<FORM> scaled;
+              each<FORM::kGroups>([&](auto group) {
+                constexpr int kAt = decltype(group)::value;
+                I products = sums.template of<kAt>(i);
+                if (FORM::kZero) products = add_int(products, set1_int(-FORM::kZero * int_sums[kAt]));
+                scaled.template add_group<kAt>(factors, products);
+              });
+              acc[t + i] = add_block<FORM>(acc[t + i], scaled.sum, factors.pairs, upper, x.scales[at + t + i],
+                                           int_sums);
+            }
+          });
+    }
+  }
+}
+#endif
+
 // The same with `count` tokens, at most kMostTokens.
 template <class FORM>
 void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
+#if defined(ONDEVICE_TARGET_AMX)
+  if constexpr (kByRegisters<FORM>)
+    if (count % kRegisterTokens == 0) return tile_by_registers<FORM>(tile, x, t0, count, acc);
+#endif
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
   for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
     const Upper upper = load_upper<FORM>(tile);
@@ -188,7 +250,7 @@ void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t 
       prefetch_ahead(packed.block, FORM::kBlock);
       const UnpackedCodes<FORM> codes(packed);
       Factors<FORM> factors;
-      load_factors<FORM>(tile, b, &factors);
+      load_factors(tile, b, &factors);
       int64_t t = 0;
       for (; t + kTogether <= count; t += kTogether)
         add_tokens<FORM, kTogether>(codes, factors, upper, x, g + b, t0 + t, acc + t);
@@ -203,11 +265,17 @@ void all_two_level(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                    const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
                    int64_t end) {
   F acc[kMostTokens];
+#if defined(ONDEVICE_TARGET_AMX)
+  const TileRegisters<kGroup / FORM::kGroups> registers(kByRegisters<FORM> && tokens >= kRegisterTokens);
+#endif
   for (int64_t i = begin; i < end; ++i) {
     const uint8_t* tile = tiles + i * (x.groups / kSuperGroup) * FORM::kSuper;
     const int64_t left = rows - i * kTile;
-    for (int64_t t0 = 0; t0 < tokens; t0 += kMostTokens) {
-      const int64_t count = tokens - t0 < kMostTokens ? tokens - t0 : kMostTokens;
+    for (int64_t t0 = 0, count; t0 < tokens; t0 += count) {
+      count = tokens - t0 < kMostTokens ? tokens - t0 : kMostTokens;
+#if defined(ONDEVICE_TARGET_AMX)
+      if (kByRegisters<FORM> && count > kRegisterTokens) count -= count % kRegisterTokens;
+#endif
       if (count == 1)
         tile_few<FORM, 1>(tile, x, t0, acc);
       else if (count == 2)
@@ -220,10 +288,7 @@ void all_two_level(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
         tile_many<FORM>(tile, x, t0, count, acc);
       for (int64_t t = 0; t < count; ++t) {
         const int64_t at = (t0 + t) * out_stride + i * kTile;
-        F sum = acc[t];
-        if (bias) sum = add(sum, load_partial(bias + i * kTile, left));
-        if (added) sum = add(load_partial(added + at, left), sum);
-        store_partial(out + at, sum, left);
+        store_rows(acc[t], bias ? bias + i * kTile : nullptr, added ? added + at : nullptr, out + at, left);
       }
     }
   }
