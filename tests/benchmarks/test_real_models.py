@@ -160,16 +160,17 @@ def test_parts_that_were_not_run_stay_and_say_their_commit() -> None:
     stored = example()
     rows = [row(RunId("smollm2", "start", "ondevice", 0), load_seconds=0.5)]
     newer = {**HEADER, "versions": {**HEADER["versions"], "commit": "def"}, "date": "2026-12-01 08:00:00"}
+    newer["machine"] = {**HEADER["machine"], "cpu": "Another"}
     made = with_stored_parts(document(newer, rows), stored)
     text = page(made)
     assert "| loading, s | 0.50 | not measured |  |" in text
     assert "| resident | auto | 1.50, 60.0 | 2.00, 80.0 |  |  |  |  | 1.20 |" in text
     kept = ", ".join(f"{part} of `smollm2`" for part in ("files", "budgets", "drafts", "quality"))
-    earlier = f"Of commit abc (2026-11-28): {kept}."
+    earlier = f"Of commit abc (2026-11-28, {HEADER['machine']['cpu']}): {kept}."
     assert f"at commit def, llama-cpp-python 0.3.36, transformers 5.24.0. {earlier}" in text
     # Every run converts the model, whatever part of it is measured.
     converted = row(RunId("smollm2", "convert", "ondevice", 0), convert_seconds=1.0)
-    assert "2026-11-28): speed of" in page(with_stored_parts(document(newer, [converted]), stored))
+    assert f"2026-11-28, {HEADER['machine']['cpu']}): speed of" in page(with_stored_parts(document(newer, [converted]), stored))
     again = with_stored_parts(document(newer, rows), made)
     assert {case["commit"] for case in again["cases"] if case["case"] == "quality"} == {"abc"}
 

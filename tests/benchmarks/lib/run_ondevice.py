@@ -118,7 +118,8 @@ def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
         if spec.get("warm_up"):
             model.generate(tokens=spec["prompts"][0][:16], max_tokens=spec["warm_up"], temperature=0.0)
         for prompt in spec["prompts"]:
-            response = model.generate(tokens=prompt, max_tokens=spec["max_tokens"], temperature=0.0)
+            drawing = {"temperature": spec.get("temperature", 0.0), "seed": 0}
+            response = model.generate(tokens=prompt, max_tokens=spec["max_tokens"], **drawing)
             texts.append(list(response.tokens))
             stats = response.stats
             # The end-of-text token is a pass's result too, though no text has it.

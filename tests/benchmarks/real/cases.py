@@ -20,6 +20,8 @@ FIRST_TOKENS = 24
 """Length of the first reply whose rate is compared with the steady one."""
 SETTLING_TOKENS = 8
 """Tokens that a decode rate leaves out."""
+TEMPERATURE = 0.8
+"""Of drafts that aren't greedy."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,26 @@ class Case:
 
 
 @dataclass(frozen=True)
+class DraftCase:
+    """Prompts of each kind, continued with each drafter in turn; `rounds` of them.
+
+    share: per cent of the GGUF's size; None: unlimited. temperature: 0 is greedy.
+    """
+
+    name: str
+    share: int | None
+    drafters: tuple[str, ...]
+    rounds: int
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
 class Size:
     """How much is measured: the whole, or the quick part of it.
 
     shares: per cent of the GGUF's size to which both engines are held; draft_shares: those in which drafts
-    are measured, besides everything resident.
+    are measured, besides everything resident; sampled_shares: those in which drafts of drawn tokens are, None
+    being everything resident.
     """
 
     name: str
@@ -68,7 +85,29 @@ class Size:
     draft_rounds: int
     draft_tokens: int
     draft_shares: tuple[int, ...]
+    sampled_shares: tuple[int | None, ...]
     quality_tokens: int
+
+    def draft_cases(self, has_model: bool) -> list[DraftCase]:
+        """The greedy cases. has_model: whether a second model can draft."""
+        drafters = self.drafters if has_model else tuple(it for it in self.drafters if it != "model")
+        limited = [
+            DraftCase(f"drafts-{share}", share, ("off", "auto", "resident"), 1) for share in self.draft_shares
+        ]
+        return [DraftCase("drafts-resident", None, drafters, self.draft_rounds), *limited]
+
+    def sampled_cases(self) -> list[DraftCase]:
+        """The cases in which tokens are drawn."""
+        return [
+            DraftCase(
+                f"sampled-{'resident' if share is None else share}",
+                share,
+                ("off", "auto"),
+                self.draft_rounds,
+                TEMPERATURE,
+            )
+            for share in self.sampled_shares
+        ]
 
     def cases(self, context: int) -> list[Case]:
         """The cases that a model with a context of `context` tokens can take."""
@@ -100,6 +139,7 @@ WHOLE = Size(
     draft_rounds=2,
     draft_tokens=48,
     draft_shares=(80, 65, 57, 45, 35),
+    sampled_shares=(None, 57),
     quality_tokens=16_384,
 )
 QUICK = Size(
@@ -114,6 +154,7 @@ QUICK = Size(
     draft_rounds=1,
     draft_tokens=48,
     draft_shares=(),
+    sampled_shares=(),
     quality_tokens=2_048,
 )
 SIZES = {size.name: size for size in (WHOLE, QUICK)}

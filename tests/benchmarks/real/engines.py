@@ -25,7 +25,7 @@ from tests.benchmarks.lib.measure import (
     run_engine,
 )
 from tests.benchmarks.lib.ondevice_bundle import ONDEVICE as COMMAND
-from tests.benchmarks.real.cases import DRAFTING, FIRST_TOKENS, LLAMA_CPP, ONDEVICE, Case
+from tests.benchmarks.real.cases import DRAFTING, FIRST_TOKENS, LLAMA_CPP, ONDEVICE, Case, DraftCase
 
 TIMEOUT_SECONDS = 1_200.0
 NOT_COLD = "skipped: needs root, to drop caches"
@@ -97,9 +97,9 @@ class RealModel:
             return {"survived": False, "reason": VOID}
         return kept(result, case)
 
-    def draft(self, drafter: str, share: int | None, number: int, max_tokens: int) -> dict[str, Any]:
-        """Prompt `number` of each kind, continued greedily with a drafter: figures by kind and in all."""
-        limit, prompts = self.limit(share), self.tokens["prompts"]
+    def draft(self, case: DraftCase, drafter: str, number: int, max_tokens: int) -> dict[str, Any]:
+        """Prompt `number` of each kind, continued with a drafter: figures by kind and in all."""
+        limit, prompts = self.limit(case.share), self.tokens["prompts"]
         chosen = {kind: ids[number] for kind, ids in prompts.items()}
         longest = max(map(len, chosen.values()))
         spec: dict[str, object] = {
@@ -113,6 +113,7 @@ class RealModel:
             "dram_budget": limit or "auto",
             "io": "auto",
             "sparsity": "auto",
+            "temperature": case.temperature,
             "speculation": drafter,
             "draft_model": str(self.draft_bundle) if drafter == "model" else "",
         }

@@ -49,9 +49,9 @@ METHOD = """## How it was measured
 - Each run is a fresh process, with the page cache emptied before it. Runs of the two engines take turns,
   and figures are medians with the least and the most of the runs in parentheses. The ratio is of the
   medians, and above 1 where ondevice is better.
-- Both engines have the same tokens, threads, context and float16 keys and values, and choose greedily.
-  ondevice drafts nothing except in the table of drafts and where a column says so; there it is as it is by
-  default.
+- Both engines have the same tokens, threads, context and float16 keys and values, and choose greedily,
+  but for drafts at a temperature, whose tokens are drawn with one seed. ondevice drafts nothing except in the
+  table of drafts and where a column says so; there it is as it is by default.
 - With everything resident, both have their own defaults. With a limit, both run inside a memory cgroup of
   that size (everything the process takes counts, its code and the page cache of its files too); ondevice is
   given the limit as `--dram-budget`, and llama.cpp maps the file without repacking it; a run that takes four
@@ -215,18 +215,19 @@ def draw_budgets(made: Document, path: Path) -> None:
 def drafts(table: Table) -> str:
     rows = []
     for model in table.models():
-        limited = [(f"drafts-{share}", f"{share} %") for share in WHOLE.draft_shares]
-        for case, memory in (("drafts-resident", "resident"), *limited):
-            for drafter in WHOLE.drafters:
-                row = table.cases.get((model, case, drafter))
+        for case in (*WHOLE.draft_cases(has_model=True), *WHOLE.sampled_cases()):
+            memory = "resident" if case.share is None else f"{case.share} %"
+            memory += f", temperature {case.temperature}" if case.temperature else ""
+            for drafter in case.drafters:
+                row = table.cases.get((model, case.name, drafter))
                 if row is None:
                     continue
                 cells = [
-                    draft_cell(table, model, case, drafter, prefix)
+                    draft_cell(table, model, case.name, drafter, prefix)
                     for prefix in ("", *(f"{kind}." for kind in KINDS))
                 ]
-                plain = table.value(model, case, "off", "tokens_per_second")
-                rate = table.value(model, case, drafter, "tokens_per_second")
+                plain = table.value(model, case.name, "off", "tokens_per_second")
+                rate = table.value(model, case.name, drafter, "tokens_per_second")
                 ratio = f"{rate / plain:.2f}" if rate and plain else ""
                 rows.append([f"`{model}`", memory, drafter, *cells, ratio])
     kinds = [f"{kind} ({source})" for kind, source in KINDS.items()]
@@ -317,6 +318,7 @@ def part_of(case: str) -> str:
     parts = {
         "quality": "quality",
         "drafts": "drafts",
+        "sampled": "sampled drafts",
         "budget": "budgets",
         "convert": "files",
         "facts": "files",
@@ -327,17 +329,23 @@ def part_of(case: str) -> str:
 def with_stored_parts(made: Document, stored: Document) -> Document:
     """The document with the stored figures of each model's parts that weren't run, which say their commit."""
     parts = {(row["model"], part_of(row["case"])) for row in made["cases"]}
-    origin = {"commit": stored["versions"]["commit"], "date": stored["date"][:10]}
+    origin = {
+        "commit": stored["versions"]["commit"],
+        "date": stored["date"][:10],
+        "cpu": stored["machine"]["cpu"],
+    }
     kept = [origin | row for row in stored["cases"] if (row["model"], part_of(row["case"])) not in parts]
     return made | {"cases": [*made["cases"], *kept]}
 
 
 def earlier_commits(made: Document) -> str:
-    """Which figures are of earlier commits than the others, in a sentence; empty if none are."""
+    """Which figures are of earlier commits or other machines, in sentences; empty if none are."""
     earlier: dict[str, list[str]] = {}
     for row in made["cases"]:
         if "commit" in row:
-            names = earlier.setdefault(f"{row['commit']} ({row['date']})", [])
+            cpu = row.get("cpu", made["machine"]["cpu"])
+            machine = "" if cpu == made["machine"]["cpu"] else f", {cpu}"
+            names = earlier.setdefault(f"{row['commit']} ({row['date']}{machine})", [])
             name = f"{part_of(row['case'])} of `{row['model']}`"
             names += [name] if name not in names else []
     sentences = [f"Of commit {commit}: {', '.join(names)}." for commit, names in earlier.items()]

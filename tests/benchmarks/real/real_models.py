@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.benchmarks.real.cases import (
     MODELS,
     ONDEVICE,
     SIZES,
+    DraftCase,
     Size,
     quality_windows,
 )
@@ -39,7 +40,7 @@ from tests.benchmarks.real.results import Results, RunId, document, put_aside
 from tests.benchmarks.real.texts import prompts
 from tests.support.paths import ROOT, SHARED_DATA
 
-PARTS = ("speed", "drafts", "quality")
+PARTS = ("speed", "drafts", "sampled", "quality")
 DISTRIBUTIONS = ("llama-cpp-python", "transformers", "torch", "numpy")
 
 
@@ -73,22 +74,19 @@ class Bench:
                     self.once(RunId(model.name, case.name, arm, pair), lambda: model.run(case, arm))  # noqa: B023
 
     def drafts(self, model: RealModel) -> None:
-        """Every drafter on prompts of each kind, one after another in each round."""
-        size, drafters = self.size, list(self.size.drafters)
-        if model.draft_bundle is None:
-            drafters = [name for name in drafters if name != "model"]
-        elif "model" not in drafters:
-            drafters.append("model")
-        plans: list[tuple[str, int | None, list[str], int]]
-        plans = [("drafts-resident", None, drafters, size.draft_rounds)]
-        plans += [(f"drafts-{share}", share, ["off", "auto", "resident"], 1) for share in size.draft_shares]
-        for case, share, arms, rounds in plans:
-            for number in range(rounds):
-                for drafter in arms:
-                    self.once(
-                        RunId(model.name, case, drafter, number),
-                        lambda: model.draft(drafter, share, number, size.draft_tokens),  # noqa: B023
-                    )
+        """Every drafter on prompts of each kind, one after another in each round, greedily."""
+        self._draft(model, self.size.draft_cases(model.draft_bundle is not None))
+
+    def sampled(self, model: RealModel) -> None:
+        """Plain decoding and `auto` on the same prompts, with tokens that are drawn."""
+        self._draft(model, self.size.sampled_cases())
+
+    def _draft(self, model: RealModel, cases: Sequence[DraftCase]) -> None:
+        for case in cases:
+            for number in range(case.rounds):
+                for drafter in case.drafters:
+                    of = RunId(model.name, case.name, drafter, number)
+                    self.once(of, lambda: model.draft(case, drafter, number, self.size.draft_tokens))  # noqa: B023
 
     def quality(self, model: RealModel) -> None:
         """Both engines against the file's own values in float32."""
@@ -148,9 +146,8 @@ def measure(bench: Bench, names: list[str], parts: list[str]) -> None:
         bench.once(RunId(name, "facts", ONDEVICE, 0), lambda: facts)  # noqa: B023
         engines.warm_llama_cpp(gguf, bench.threads)
         model = RealModel(name, gguf, bundle, bench.folder, bench.threads, tokens, draft_bundle)
-        for part, run in (("speed", bench.speed), ("drafts", bench.drafts), ("quality", bench.quality)):
-            if part in parts:
-                run(model)
+        for part in parts:
+            getattr(bench, part)(model)
 
 
 def main() -> int:

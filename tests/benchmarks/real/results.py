@@ -128,11 +128,12 @@ def _rounded(value: float) -> float:
 
 
 def changed_texts(rows: Iterable[Row]) -> list[str]:
-    """Runs of drafters whose greedy text isn't that of plain decoding, by name."""
+    """Runs of drafters whose text isn't that of plain decoding, by name."""
     texts = {run_id(row): row["texts"] for row in rows if "texts" in row}
     changed = []
     for of, text in texts.items():
-        plain = texts.get(of._replace(arm="off", case="drafts-resident"))
+        kind = of.case.partition("-")[0]
+        plain = texts.get(of._replace(arm="off", case=f"{kind}-resident"))
         if plain is not None and any(plain[kind] != digest for kind, digest in text.items()):
             changed.append(f"{of.model}, {of.case}, {of.arm}")
     return sorted(set(changed))
