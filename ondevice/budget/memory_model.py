@@ -246,7 +246,10 @@ class MemoryModel(ABC):
         """
         others, config = self.runtime.parallel - 1, self.config
         if not others:
-            return 2 * 4 * config.query_size * tokens if config.recurrent_layers else 0
+            layers = [(it.attends, it.recurrent) for it in config.layers]
+            # `_extra_floats` has one of the two of a parallel mixer: the copy of its joined output.
+            joined = ((2 - attends) * spec.value_size for attends, spec in layers if spec is not None)
+            return 4 * tokens * max(joined, default=0)
         tables = len(config.ropes) * 2 * 4 * 2 * AHEAD * config.head_width // 2
         return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
 
