@@ -313,7 +313,8 @@ def test_each_op_is_measured(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert any(it.startswith("attention, tree") for it in found)
     assert any(name.startswith("gates of") for name in found) == ("qwen" in hybrid.name)
     if bundle.config.is_sliced:
-        down = f"down projection of {bundle.neuron_layouts[0].neurons} neurons"
+        bits = bundle.quant.of("down", 0).bits
+        down = f"down projection of {bundle.neuron_layouts[0].neurons} neurons, {bits}-bit"
         assert [name for name in found if name.startswith("down")] == [down]
     assert ON_GPU or set(found.values()) == {16}
 
