@@ -7,7 +7,7 @@ which chooses between them. One that can't be used is left out, and said: it nev
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE
@@ -45,10 +45,10 @@ def _named(value: Any) -> dict[str, str]:
     """Templates by name, of one template or of several in a list or an object."""
     if isinstance(value, str):
         return {DEFAULT: value}
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
-        value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-    named = value if isinstance(value, dict) else {}
-    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+        items = [(item.get("name"), item.get("template")) for item in value if isinstance(item, dict)]
+    return {name: text for name, text in items if isinstance(name, str) and isinstance(text, str)}
 
 
 def decoded(data: bytes) -> str:

@@ -238,6 +238,7 @@ def test_ends_outside_the_vocabulary(source: Path, ids: object) -> None:
     ({"chat_template": "{{ messages }}"}, "{{ messages }}"),
     ({"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}, "D"),
     ({"chat_template": [{"name": "tools", "template": "T"}]}, None),
+    ({"chat_template": [{"name": ["default"], "template": "T"}, {"name": "default", "template": "D"}]}, "D"),
     ({"chat_template": None}, None), ({"chat_template": "  "}, None), ({"chat_template": 7}, None),
     ({"chat_template": ["x", 3]}, None), ({"chat_template": "h\u00e9 \U0001f600"}, "h\u00e9 \U0001f600"),
 ])  # fmt: skip
