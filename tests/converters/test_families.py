@@ -186,18 +186,21 @@ UNSCALED: dict[str, dict[str, Any]] = {
 DOWN = ("down_proj", "fc2", "output_linear", "dense_4h_to_h", "w2.")
 
 
-def put_on_grid(model: Any) -> None:
-    """Give a model matrices that 4 bits hold exactly, in groups along what their bundle has them along."""
+def put_on_grid(model: Any, is_sliced: bool) -> None:
+    """Give a model matrices that 4 bits hold exactly, in groups along what their bundle has them along.
+
+    is_sliced: whether the bundle has its feed-forwards in slices.
+    """
     config = model.config
     for name, weights in model.named_parameters():
         if weights.ndim < 2 or name.endswith("_bias"):
             continue
         is_expert = ".experts." in name
-        # Experts have groups along their inputs, other down projections along their outputs.
+        # Experts and slices have groups along their inputs, other down projections along their outputs.
         if is_expert:
             axis = -2 if config.model_type == "gpt_oss" else -1
         else:
-            axis = -2 if any(part in name for part in DOWN) else -1
+            axis = -2 if not is_sliced and any(part in name for part in DOWN) else -1
         if name.endswith("kv_b_proj.weight"):
             # What makes a head's keys is held transposed.
             heads = weights.view(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -221,7 +224,7 @@ def test_quantised_logits_are_those_of_transformers_on_the_values_of_the_codes(
     family, options = CASES[case]
     model = write_model(tmp_path / "source", family, {**options, **UNSCALED.get(case, {})})
     with torch.no_grad():
-        put_on_grid(model)
+        put_on_grid(model, open_checkpoint(tmp_path / "source").config.is_sliced)
     model.save_pretrained(tmp_path / "source")
     theirs = expected(model, tokens())
     for quant in ("q4", "q8"):
