@@ -37,7 +37,7 @@ MAX_SHOWN_OPTIONS = 18
 ALL_OPTIONS = "ondevice.all_options"
 """Key of a context's `meta` while the help shows every option."""
 MODEL_ARGUMENT = "named_model"
-OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME", CHILD, CONTROL, FRONT)
+OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME", "ONDEVICE_REAL_MODELS", CHILD, CONTROL, FRONT)
 """Environment variables that belong to no option. `ondevice` sets the last three."""
 TEST_VARIABLES = "ONDEVICE_TEST_"
 NEAR = 0.85

@@ -88,7 +88,7 @@ def test_budgets_in_bytes_and_units_stay() -> None:
 def test_a_variable_that_sets_nothing_is_named(
     ondevice: Run, chat_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("ONDEVICE_MODEL", "ONDEVICE_STEPS", "ONDEVICE_TEST_MLX_GPU"):
+    for name in ("ONDEVICE_MODEL", "ONDEVICE_REAL_MODELS", "ONDEVICE_STEPS", "ONDEVICE_TEST_MLX_GPU"):
         monkeypatch.setenv(name, str(chat_bundle) if name == "ONDEVICE_MODEL" else "1")
     assert ondevice("inspect").code == 0
     assert caplog.messages == []

@@ -47,8 +47,9 @@ after the other. `make models` fetches the files.
 METHOD = """## How it was measured
 
 - Each run is a fresh process, with the page cache emptied before it. Runs of the two engines take turns,
-  and figures are medians with the least and the most of the runs in parentheses. The ratio is of the
-  medians, and above 1 where ondevice is better.
+  and figures are medians with the least and the most of the runs in parentheses: {pairs} runs, {long_pairs} of
+  prompts of 2,048 tokens, {budget_pairs} in less memory, {depth_pairs} at depth 4,096. Drafts have {draft_rounds}
+  runs; greedy ones in less memory, one. The ratio is of the medians, and above 1 where ondevice is better.
 - Both engines have the same tokens, threads, context and float16 keys and values, and choose greedily,
   but for drafts at a temperature, whose tokens are drawn with one seed. ondevice drafts nothing except in the
   table of drafts and where a column says so; there it is as it is by default.
@@ -68,7 +69,7 @@ METHOD = """## How it was measured
   against the file's own values in float32 by `transformers`: mean KL divergence from them, in nats, and the
   share of positions with the same likeliest token.
 - Drafts: one prompt of each kind a round, in the chat template where the model has one, {tokens} tokens
-  each. That no drafter changed a token is checked.
+  each. A cell is empty where the text ended with its first token. That no drafter changed a token is checked.
 """
 
 
@@ -309,7 +310,7 @@ def tables(made: Document) -> str:
 
 def page(made: Document) -> str:
     """The whole page."""
-    method = METHOD.format(tokens=WHOLE.draft_tokens)
+    method = METHOD.format(tokens=WHOLE.draft_tokens, **vars(WHOLE))
     return "\n".join((INTRODUCTION, machine_text(made), tables(made), method)).rstrip() + "\n"
 
 
