@@ -170,7 +170,8 @@ def test_parts_that_were_not_run_stay_and_say_their_commit() -> None:
     assert f"at commit def, llama-cpp-python 0.3.36, transformers 5.24.0. {earlier}" in text
     # Every run converts the model, whatever part of it is measured.
     converted = row(RunId("smollm2", "convert", "ondevice", 0), convert_seconds=1.0)
-    assert f"2026-11-28, {HEADER['machine']['cpu']}): speed of" in page(with_stored_parts(document(newer, [converted]), stored))
+    text = page(with_stored_parts(document(newer, [converted]), stored))
+    assert f"2026-11-28, {HEADER['machine']['cpu']}): speed of" in text
     again = with_stored_parts(document(newer, rows), made)
     assert {case["commit"] for case in again["cases"] if case["case"] == "quality"} == {"abc"}
 

@@ -47,9 +47,10 @@ after the other. `make models` fetches the files.
 METHOD = """## How it was measured
 
 - Each run is a fresh process, with the page cache emptied before it. Runs of the two engines take turns,
-  and figures are medians with the least and the most of the runs in parentheses: {pairs} runs, {long_pairs} of
-  prompts of 2,048 tokens, {budget_pairs} in less memory, {depth_pairs} at depth 4,096. Drafts have {draft_rounds}
-  runs; greedy ones in less memory, one. The ratio is of the medians, and above 1 where ondevice is better.
+  and figures are medians with the least and the most of the runs in parentheses: {pairs} runs, {long_pairs}
+  of prompts of 2,048 tokens, {budget_pairs} in less memory, {depth_pairs} at depth 4,096. Drafts have
+  {draft_rounds} runs; greedy ones in less memory, one. The ratio is of the medians, and above 1 where
+  ondevice is better.
 - Both engines have the same tokens, threads, context and float16 keys and values, and choose greedily,
   but for drafts at a temperature, whose tokens are drawn with one seed. ondevice drafts nothing except in the
   table of drafts and where a column says so; there it is as it is by default.
