@@ -84,7 +84,7 @@ def kernels() -> Check:
             "kernels",
             "warning",
             "scalar only: this processor has none of the instruction sets that there are kernels for",
-            "models run several times slower; there are kernels for AVX2, AVX-VNNI, AVX-512 VNNI, AMX and NEON",
+            "models run several times slower; there are kernels for AVX2 to AMX on x86-64, and for NEON",
             figures,
         )
     others = ", ".join(target for target in targets if target != "scalar")
