@@ -88,7 +88,8 @@ struct Records {
   Bytes bytes;
 };
 
-[[maybe_unused]] Records make_records(Runner& runner, const ondevice::RowFormat& format, int64_t hidden, int64_t neurons) {
+[[maybe_unused]] Records make_records(Runner& runner, const ondevice::RowFormat& format, int64_t hidden,
+                                      int64_t neurons) {
   Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
   Records records{};
   for (int64_t n = 0; n < neurons; ++n) {
