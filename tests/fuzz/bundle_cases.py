@@ -92,7 +92,9 @@ def _weights(folder: Path, rng: random.Random, bases: Bases) -> None:
     data = bytearray(path.read_bytes())
     stride = json.loads(data[8:DATA_OFFSET])["records"]["shape"][1]
     count = (len(data) - DATA_OFFSET) // stride
-    chosen = range(count) if rng.random() < 0.3 else [rng.randrange(count) for _ in range(rng.randint(1, 8))]
+    # A file of a slice may be without records.
+    every = rng.random() < 0.3 or not count
+    chosen = range(count) if every else [rng.randrange(count) for _ in range(rng.randint(1, 8))]
     value = bytes(rng.choice(BAD_FLOATS).tobytes())
     at = rng.randrange(0, stride, 2)
     for index in chosen:
