@@ -246,9 +246,12 @@ class MemoryModel(ABC):
         """
         others, config = self.runtime.parallel - 1, self.config
         if not others:
-            layers = [(it.attends, it.recurrent) for it in config.layers]
-            # `_extra_floats` has one of the two of a parallel mixer: the copy of its joined output.
-            joined = ((2 - attends) * spec.value_size for attends, spec in layers if spec is not None)
+            # Of a mixer beside attention, `_extra_floats` has one of the two: the copy of its joined output.
+            joined = (
+                (1 if it.attends else 2) * it.recurrent.value_size
+                for it in config.layers
+                if it.recurrent is not None
+            )
             return 4 * tokens * max(joined, default=0)
         tables = len(config.ropes) * 2 * 4 * 2 * AHEAD * config.head_width // 2
         return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens

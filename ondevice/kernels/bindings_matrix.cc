@@ -66,7 +66,7 @@ void load_tiles(Matrix& matrix, int64_t section, int64_t first, const Bytes2& ti
 
 using Matrices = std::vector<const Matrix*>;  // rows of the first, then of the second, and so on
 
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewRows = 16;  // a token's, or a draft's
 bool look_up(Runner& runner, const Matrices& matrices, int64_t unit, const CArray<const int32_t, 1>& rows,
              const CArray<float, 2>& out) {
   const int64_t count = rows.shape(0), cols = out.shape(1);
@@ -80,8 +80,9 @@ bool look_up(Runner& runner, const Matrices& matrices, int64_t unit, const CArra
             "rows are looked up in matrices of one section, with padded_cols columns");
   }
   // A few rows take less time than the interpreter's next thread would keep it.
-  std::optional<NativeCall> call;
-  if (count > kFewRows) call.emplace(runner);
+  std::optional<nb::gil_scoped_release> release;
+  if (count > kFewRows) release.emplace();
+  const Timed timed(runner.times(), Step::kRest);
   for (int64_t i = 0; i < count; ++i)
     matrices[static_cast<size_t>(rows.data()[i] / unit)]->look_up(runner.kernels(), rows.data()[i] % unit,
                                                                   out.data() + i * cols);

@@ -73,7 +73,6 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
 
 #if defined(ONDEVICE_TARGET_AMX)
 // A tile with `tokens` tokens from t0 on, a multiple of 16 and at most kRegisterRun.
-constexpr int64_t kRegisterRun = 64;
 template <class FORM>
 void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t tokens,
                        const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows) {

@@ -174,63 +174,68 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
     acc[t] = add_block<FORM>(acc[t], sums[t], factors.pairs, upper, x.scales[x.at(t0 + t, g)], int_sums[t]);
 }
 
-constexpr int64_t kMostTokens = 64;  // for which a block's codes are unpacked once
-constexpr int kTogether = 4;         // tokens whose sums stay in registers beside a block's codes
+#if defined(ONDEVICE_TARGET_AMX)
+template <class FORM>
+constexpr bool kByRegisters = FORM::kGroups <= 2;
+constexpr int64_t kMostTokens = kRegisterRun;
+#else
+constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
+#endif
+constexpr int kTogether = 4;  // tokens whose sums stay in registers beside a block's codes
+
+// Calls run(codes, factors, upper, g) for each block g of a tile.
+template <class FORM, Sums SUMS, class Run>
+static inline void each_block(const uint8_t* tile, int64_t groups, const Run& run) {
+  for (int64_t g = 0; g < groups; g += kSuperGroup, tile += FORM::kSuper) {
+    const Upper upper = load_upper<FORM>(tile);
+    prefetch_ahead(tile, FORM::kHeader);
+    for (int64_t b = 0; b < kSuperGroup; ++b) {
+      const PackedCodes<FORM> codes{tile + FORM::kHeader + b * FORM::kBlock};
+      prefetch_ahead(codes.block, FORM::kBlock);
+      Factors<FORM, SUMS> factors;
+      load_factors(tile, b, &factors);
+      run(codes, factors, upper, g + b);
+    }
+  }
+}
 
 // A tile's products with TT tokens from t0 on, into acc[t].
 template <class FORM, int TT>
 void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
   F sums[TT];
   for (int t = 0; t < TT; ++t) sums[t] = zero();
-  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
-    const Upper upper = load_upper<FORM>(tile);
-    prefetch_ahead(tile, FORM::kHeader);
-    for (int64_t b = 0; b < kSuperGroup; ++b) {
-      const PackedCodes<FORM> codes{tile + FORM::kHeader + b * FORM::kBlock};
-      prefetch_ahead(codes.block, FORM::kBlock);
-      Factors<FORM> factors;
-      load_factors(tile, b, &factors);
-      add_tokens<FORM, TT>(codes, factors, upper, x, g + b, t0, sums);
-    }
-  }
+  each_block<FORM, kSums<FORM>>(tile, x.groups,
+                                [&](const auto& codes, const auto& factors, const Upper& upper, int64_t g) {
+                                  add_tokens<FORM, TT>(codes, factors, upper, x, g, t0, sums);
+                                });
   for (int t = 0; t < TT; ++t) acc[t] = sums[t];
 }
 
 #if defined(ONDEVICE_TARGET_AMX)
-template <class FORM>
-constexpr bool kByRegisters = FORM::kGroups <= 2;
-
 // The same with `count` tokens, a multiple of 16.
 template <class FORM>
 void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
-  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
-    const Upper upper = load_upper<FORM>(tile);
-    prefetch_ahead(tile, FORM::kHeader);
-    for (int64_t b = 0; b < kSuperGroup; ++b) {
-      const PackedCodes<FORM> packed{tile + FORM::kHeader + b * FORM::kBlock};
-      prefetch_ahead(packed.block, FORM::kBlock);
-      const UnpackedCodes<FORM> codes(packed);
-      Factors<FORM, Sums::kFloats> factors;
-      load_factors(tile, b, &factors);
-      const int64_t at = x.at(t0, g + b);
-      TileRegisters<kGroup / FORM::kGroups>::multiply(
-          codes.quads, x.codes + at * kGroup, count, [&](int64_t t, const auto& sums) {
-            for (int64_t i = 0; i < kRegisterTokens; ++i) {
-              const int32_t* int_sums = x.int_sums + (at + t + i) * FORM::kGroups;
-              ScaledSum<FORM> scaled;
-              each<FORM::kGroups>([&](auto group) {
-                constexpr int kAt = decltype(group)::value;
-                I products = sums.template of<kAt>(i);
-                if (FORM::kZero) products = add_int(products, set1_int(-FORM::kZero * int_sums[kAt]));
-                scaled.template add_group<kAt>(factors, products);
-              });
-              acc[t + i] = add_block<FORM>(acc[t + i], scaled.sum, factors.pairs, upper, x.scales[at + t + i],
-                                           int_sums);
-            }
-          });
-    }
-  }
+  each_block<FORM, Sums::kFloats>(
+      tile, x.groups, [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) {
+        const UnpackedCodes<FORM> codes(packed);
+        const int64_t at = x.at(t0, g);
+        TileRegisters<kGroup / FORM::kGroups>::multiply(
+            codes.quads, x.codes + at * kGroup, count, [&](int64_t t, const auto& sums) {
+              for (int64_t i = 0; i < kRegisterTokens; ++i) {
+                const int32_t* int_sums = x.int_sums + (at + t + i) * FORM::kGroups;
+                ScaledSum<FORM> scaled;
+                each<FORM::kGroups>([&](auto group) {
+                  constexpr int kAt = decltype(group)::value;
+                  I products = sums.template of<kAt>(i);
+                  if (FORM::kZero) products = add_int(products, set1_int(-FORM::kZero * int_sums[kAt]));
+                  scaled.template add_group<kAt>(factors, products);
+                });
+                acc[t + i] = add_block<FORM>(acc[t + i], scaled.sum, factors.pairs, upper,
+                                             x.scales[at + t + i], int_sums);
+              }
+            });
+      });
 }
 #endif
 
@@ -242,22 +247,17 @@ void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t 
     if (count % kRegisterTokens == 0) return tile_by_registers<FORM>(tile, x, t0, count, acc);
 #endif
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
-  for (int64_t g = 0; g < x.groups; g += kSuperGroup, tile += FORM::kSuper) {
-    const Upper upper = load_upper<FORM>(tile);
-    prefetch_ahead(tile, FORM::kHeader);
-    for (int64_t b = 0; b < kSuperGroup; ++b) {
-      const PackedCodes<FORM> packed{tile + FORM::kHeader + b * FORM::kBlock};
-      prefetch_ahead(packed.block, FORM::kBlock);
-      const UnpackedCodes<FORM> codes(packed);
-      Factors<FORM> factors;
-      load_factors(tile, b, &factors);
-      int64_t t = 0;
-      for (; t + kTogether <= count; t += kTogether)
-        add_tokens<FORM, kTogether>(codes, factors, upper, x, g + b, t0 + t, acc + t);
-      for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, upper, x, g + b, t0 + t, acc + t);
-      if (t < count) add_tokens<FORM, 1>(codes, factors, upper, x, g + b, t0 + t, acc + t);
-    }
-  }
+  each_block<FORM, kSums<FORM>>(tile, x.groups,
+                                [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) {
+                                  const UnpackedCodes<FORM> codes(packed);
+                                  int64_t t = 0;
+                                  for (; t + kTogether <= count; t += kTogether)
+                                    add_tokens<FORM, kTogether>(codes, factors, upper, x, g, t0 + t, acc + t);
+                                  for (; t + 2 <= count; t += 2)
+                                    add_tokens<FORM, 2>(codes, factors, upper, x, g, t0 + t, acc + t);
+                                  if (t < count)
+                                    add_tokens<FORM, 1>(codes, factors, upper, x, g, t0 + t, acc + t);
+                                });
 }
 
 template <class FORM>
