@@ -252,7 +252,7 @@ class RuntimeOptions(TypedDict, total=False):
     prefill_chunk: int
     parallel: int
     pass_seconds: float
-    kernel_target: Literal["auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon"]
+    kernel_target: Literal["auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm"]
     prompt_cache: str | os.PathLike[str]
     prompt_cache_bytes: str | int
     chat_template: str | os.PathLike[str]
@@ -301,7 +301,7 @@ class RuntimeConfig:
     """Most seconds of a forward pass over prompts of more than 32 tokens, as other generations wait for it.
     It has an effect with `parallel` above 1 if all weights are in memory and none are of experts; it never
     changes the text. 0 means no limit."""
-    kernel_target: Literal["auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon"] = "auto"
+    kernel_target: Literal["auto", "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm"] = "auto"
     prompt_cache: str | os.PathLike[str] = ""
     """Folder that keeps the state of texts, so that later texts that begin alike needn't compute it. Empty:
     none is kept."""

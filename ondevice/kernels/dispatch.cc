@@ -3,6 +3,8 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -31,6 +33,9 @@ extern const KernelTable kTable;
 }
 #elif defined(__aarch64__)
 namespace neon {
+extern const KernelTable kTable;
+}
+namespace i8mm {
 extern const KernelTable kTable;
 }
 #endif
@@ -62,6 +67,18 @@ bool may_use_tile_registers() {
   return false;
 #endif
 }
+#elif defined(__aarch64__)
+bool multiplies_byte_matrices() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0 && (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__APPLE__)
+  int present = 0;
+  size_t bytes = sizeof(present);
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &present, &bytes, nullptr, 0) == 0 && present != 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 std::vector<Target> targets() {
@@ -79,6 +96,7 @@ std::vector<Target> targets() {
   if (avx2 && has_feature(1, Register::kEax, 4)) found.push_back({"avxvnni", &avxvnni::kTable});
   if (avx2) found.push_back({"avx2", &avx2::kTable});
 #elif defined(__aarch64__)
+  if (multiplies_byte_matrices()) found.push_back({"i8mm", &i8mm::kTable});
 #if defined(__linux__)
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neon", &neon::kTable});
 #else

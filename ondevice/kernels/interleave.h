@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "inline.h"
+
 namespace ondevice {
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -12,15 +14,15 @@ typedef uint16_t Halves8 __attribute__((vector_size(16)));
 typedef uint32_t Words4 __attribute__((vector_size(16)));
 
 template <class V>
-static inline V load_vector(const void* p) {
+ONDEVICE_INLINE V load_vector(const void* p) {
   V v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
 // 4 rows of 4 words -> 4 columns of 4 words, `stride` bytes apart.
-static inline void transpose_words(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2,
-                                   const uint8_t* row3, uint8_t* out, int64_t stride = 64) {
+ONDEVICE_INLINE void transpose_words(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2,
+                                     const uint8_t* row3, uint8_t* out, int64_t stride = 64) {
   const Words4 a = load_vector<Words4>(row0), b = load_vector<Words4>(row1);
   const Words4 c = load_vector<Words4>(row2), d = load_vector<Words4>(row3);
   const Words4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
@@ -35,8 +37,8 @@ static inline void transpose_words(const uint8_t* row0, const uint8_t* row1, con
 }
 
 // 8 rows of 8 halves -> 8 columns of 8 halves, `stride` bytes apart.
-static inline void transpose_halves(const uint8_t* const* rows, int64_t offset, uint8_t* out,
-                                    int64_t stride) {
+ONDEVICE_INLINE void transpose_halves(const uint8_t* const* rows, int64_t offset, uint8_t* out,
+                                      int64_t stride) {
   Halves8 r[8], pairs[8], quads[8];
   for (int i = 0; i < 8; ++i) r[i] = load_vector<Halves8>(rows[i] + offset);
   for (int i = 0; i < 8; i += 2) {
@@ -58,7 +60,7 @@ static inline void transpose_halves(const uint8_t* const* rows, int64_t offset, 
 }
 
 // 4 rows of 16 bytes -> 16 quads of 4 bytes.
-static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, Bytes16 quads[4]) {
+ONDEVICE_INLINE void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, Bytes16 quads[4]) {
 #define ONDEVICE_ZIP_LOW(x, y) \
   __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define ONDEVICE_ZIP_HIGH(x, y) \
@@ -80,14 +82,14 @@ static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, 
 }
 
 // The same into memory, by 16-byte stores: a load must wait if it spans several narrower stores.
-static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
+ONDEVICE_INLINE void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
   Bytes16 quads[4];
   interleave_bytes(a, b, c, d, quads);
   for (int i = 0; i < 4; ++i) std::memcpy(out + 16 * i, &quads[i], 16);
 }
 
 // 16 rows of 16 bytes -> 16 columns of 16 bytes, one after the other.
-static inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, uint8_t* out) {
+ONDEVICE_INLINE void transpose_bytes(const uint8_t* const* rows, int64_t offset, uint8_t* out) {
   uint8_t quads[4][64];  // of four rows each
   for (int i = 0; i < 4; ++i)
     interleave_bytes(load_vector<Bytes16>(rows[4 * i] + offset),
@@ -99,7 +101,7 @@ static inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, u
 }
 
 // 16 four-bit codes of two neurons -> 16 bytes, the first neuron's codes in the low nibbles.
-static inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
+ONDEVICE_INLINE Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
   constexpr uint64_t kLow = 0x0f0f0f0f0f0f0f0f;
   uint64_t a, b;
   std::memcpy(&a, first, 8);
@@ -126,7 +128,7 @@ constexpr bool in_planes(int bits) { return bits != 4 && bits < 8; }
 
 // Eight codes of `bits` bits, 2 to 8, in the low bits of each 64-bit lane -> eight bytes in their order.
 template <class V>
-static inline V spread_codes(V x, int bits) {
+ONDEVICE_INLINE V spread_codes(V x, int bits) {
   const uint64_t four = (uint64_t{1} << 4 * bits) - 1;
   const uint64_t two = ((uint64_t{1} << 2 * bits) - 1) * 0x0000000100000001;
   const uint64_t one = ((uint64_t{1} << bits) - 1) * 0x0001000100010001;
@@ -137,13 +139,13 @@ static inline V spread_codes(V x, int bits) {
 
 // The even bytes of each 64-bit lane -> its low 32 bits. The odd bytes are zero.
 template <class V>
-static inline V even_bytes(V x) {
+ONDEVICE_INLINE V even_bytes(V x) {
   x = (x | x >> 8) & uint64_t{0x0000ffff0000ffff};
   return (x | x >> 16) & uint64_t{0x00000000ffffffff};
 }
 
 // `count` codes, one a byte -> `bits` bits each without gaps, low bits first. count: a multiple of 8.
-static inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+ONDEVICE_INLINE void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
   constexpr uint64_t kBytes = 0x00ff00ff00ff00ff, kWords = 0x0000ffff0000ffff;
   for (int64_t k = 0; k < count; k += 8, out += bits) {
     uint64_t x;
@@ -160,7 +162,7 @@ constexpr int64_t half_block_bytes(int bits) { return 64 * bits; }
 
 // Puts eight numbers of `wide` bits, one a byte, into a plane: those of row r's columns 8 * v to 8 * v + 7.
 // v counts from 0 to 3, as the first ones of a word overwrite it.
-static inline void put_plane(uint64_t numbers, int wide, int64_t r, int64_t v, uint8_t* plane) {
+ONDEVICE_INLINE void put_plane(uint64_t numbers, int wide, int64_t r, int64_t v, uint8_t* plane) {
   constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
   const int per_word = 4 / wide;  // times 8 columns
   const uint64_t pairs = (numbers & kEven) | (numbers >> 8 & kEven) << wide;
@@ -172,7 +174,7 @@ static inline void put_plane(uint64_t numbers, int wide, int64_t r, int64_t v, u
 }
 
 // Puts eight codes, one a byte, into a half block, for v from 0 to 3 as put_plane does.
-static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
+ONDEVICE_INLINE void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uint8_t* half_block) {
   constexpr uint64_t kOnes = 0x0101010101010101;
   const int low = low_plane_bits(bits), high = bits - low;
   put_plane(codes & kOnes * ((1u << low) - 1), low, r, v, half_block);
@@ -180,7 +182,7 @@ static inline void put_codes(uint64_t codes, int bits, int64_t r, int64_t v, uin
 }
 
 // 64 stored codes of a row -> its places in two half blocks.
-static inline void put_row(const uint8_t* codes, int bits, int64_t r, uint8_t* block) {
+ONDEVICE_INLINE void put_row(const uint8_t* codes, int bits, int64_t r, uint8_t* block) {
   for (int64_t k = 0; k < 8; ++k, codes += bits) {
     uint64_t raw = 0;
     std::memcpy(&raw, codes, bits < 4 ? 2 : 5);

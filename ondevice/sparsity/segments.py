@@ -166,8 +166,8 @@ class SegmentPool(NeuronSource):
     def resize(self, quota: Sequence[int]) -> None:
         """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
 
-        Segments that were made together are freed together. Where a layer's number of segments changes, its
-        high planes are freed too.
+        Segments, or high planes, that were made together are freed together. Where a layer's number of
+        segments changes, its high planes are freed too.
         """
         before = self._quota
         self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
@@ -176,7 +176,10 @@ class SegmentPool(NeuronSource):
             if allowed.segments == former.segments and allowed.high_planes >= former.high_planes:
                 continue
             self._drop_empty(index)
-            layer.high_planes.clear()
+            all_held = layer.shares_mappings and sum(former) == layer.num_segments
+            if all_held or allowed.segments != former.segments:
+                layer.high_planes.clear()
+            del layer.high_planes[allowed.high_planes :]
             if layer.shares_mappings and former.segments == layer.num_segments:
                 layer.segments.clear()
             del layer.segments[allowed.segments :]
@@ -245,8 +248,11 @@ class SegmentPool(NeuronSource):
             for _ in range((quota.segments - len(layer.segments) - self._waiting(kind)) // together):
                 yield kind, together
             kind = SegmentKind(index, are_planes=True)
-            if (planes := quota.high_planes - len(layer.high_planes) - self._waiting(kind)) > 0:
-                yield kind, planes
+            planes = quota.high_planes - len(layer.high_planes) - self._waiting(kind)
+            all_held = layer.shares_mappings and sum(quota) == layer.num_segments
+            together = max(1, planes) if all_held else 1
+            for _ in range(planes // together):
+                yield kind, together
 
     def _request_ahead(self, start: int) -> None:
         """Request memory for the next segments that passes fill, from layer `start` on."""

@@ -11,7 +11,7 @@ VECTORS := build/native/vectors.bin
 NATIVE_RUN = $(1)/allocations build/native; $(1)/pool_stress; $(1)/read_ahead_stress build/native; \
 	$(1)/range_stress build/native; $(1)/record_stress build/native; $(1)/flash_fuzz build/native 5
 
-.PHONY: test-native test-neon test-sanitize test-tsan bench-products
+.PHONY: test-native test-neon test-sanitize test-tsan bench-products count-products
 
 $(STAMPS)/native: $(STAMPS)/venv
 	@$(PIP) cmake ninja
@@ -29,14 +29,25 @@ bench-products: $(STAMPS)/native
 	@$(call NATIVE_BUILD,build/native/plain,)
 	@for tokens in 256 4 1; do echo "tokens: $$tokens"; build/native/plain/product_rates $$tokens; done
 
-# Bit for bit: the emulated NEON build against the vectors that this machine's build wrote.
-test-neon: test-native
+# The NEON build's programs, for the emulator.
+define NEON_BUILD
 	@command -v $(firstword $(NEON_CXX)) >/dev/null && command -v $(firstword $(NEON_RUN)) >/dev/null || { \
-		echo "test-neon needs $(firstword $(NEON_CXX)) and $(firstword $(NEON_RUN))" \
+		echo "$@ needs $(firstword $(NEON_CXX)) and $(firstword $(NEON_RUN))" \
 		"(Debian packages g++-aarch64-linux-gnu and qemu-user)." >&2; exit 1; }
 	@$(call NATIVE_BUILD,build/native/neon,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=$(NEON_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static)
+endef
+
+# Bit for bit: the emulated NEON build against the vectors that this machine's build wrote.
+test-neon: test-native
+	$(NEON_BUILD)
 	@$(NEON_RUN) build/native/neon/kernel_vectors --compare $(VECTORS)
+
+# Instructions of products on NEON and i8mm, which no machine here can time.
+count-products: $(STAMPS)/native
+	@mkdir -p build/native
+	$(NEON_BUILD)
+	@$(PY) tests/native/count_products.py build/native/neon/product_rates $(NEON_RUN)
 
 test-tsan: $(STAMPS)/native
 	@mkdir -p build/native

@@ -57,5 +57,6 @@ int main(int count, char** arguments) {
       std::printf("  %s %.1f", target.c_str(), measured[rounds / 2]);
     }
     std::printf("\n");
+    std::fflush(stdout);
   }
 }

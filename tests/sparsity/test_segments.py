@@ -161,11 +161,8 @@ def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
         assert pool.nbytes == pool.filled_bytes == sum(map(held_bytes, slices_of(model))) > 0
         assert pool.nbytes <= 6 * shape.nbytes
         pool.resize([0, 0, 1])
-        # High planes were made together.
-        assert pool.nbytes == held_bytes(slices_of(model)[2])
-        assert (pool.nbytes == 0) == (shape.high_bytes[2] > 0)
-        assert_settles(model, pool, [0, 0, 1], expected)
         assert pool.nbytes == held_bytes(slices_of(model)[2]) > 0
+        assert_settles(model, pool, [0, 0, 1], expected)
         pool.resize(everything(model))
         assert logits(model) == expected
         assert 0 < pool.nbytes <= shape.bytes_of(shape.total)
@@ -197,6 +194,14 @@ def test_high_planes_go_when_the_segments_before_them_change(bundle: Path) -> No
         assert layer.segments[0] is kept[0]
         pool.resize([0, 3, 0])
         assert (len(layer.segments), len(layer.high_planes)) == (0, 0)
+        assert_settles(model, pool, [0, 3, 0], expected)
+        planes = list(layer.high_planes)
+        pool.resize([0, 2, 0])
+        assert list(map(id, layer.high_planes)) == list(map(id, planes[:2]))
+        # All of a layer's lie in one mapping.
+        assert_settles(model, pool, [0, 4, 0], expected)
+        pool.resize([0, 3, 0])
+        assert layer.high_planes == []
         assert_settles(model, pool, [0, 3, 0], expected)
         pool.resize([0, 4, 0])
         assert (len(layer.segments), len(layer.high_planes)) == (0, 3)

@@ -47,15 +47,15 @@ struct HighCodes<Floats4> : HighBits<4> {
 
 // Calls add(t, sum, last) with sums of quads [FIRST, FIRST + COUNT) of high bits times activations.
 template <class HIGH, int FIRST, int COUNT, int TT, class Add>
-static inline void high_sums(const uint8_t* plane, const int8_t* const* x, const Add& add) {
+ONDEVICE_INLINE void high_sums(const uint8_t* plane, const int8_t* const* x, const Add& add) {
   constexpr int kMost = 32767 / (kWordProducts * 127 * HIGH::kTop), kRun = COUNT <= kMost ? COUNT
                                                                            : kMost < 8    ? 4
                                                                                           : 8;
   static_assert(COUNT % kRun == 0 && kRun <= kMost, "sums fit 16 bits");
-  each<COUNT / kRun>([&](auto run) {
+  each<COUNT / kRun>([&](auto run) ONDEVICE_INLINED {
     Words sums[TT];
     for (int t = 0; t < TT; ++t) sums[t] = words_zero();
-    each<kRun>([&](auto at) {
+    each<kRun>([&](auto at) ONDEVICE_INLINED {
       constexpr int kQuad = FIRST + decltype(run)::value * kRun + decltype(at)::value;
       const B high = HIGH::template quad<kQuad>(plane);
       for (int t = 0; t < TT; ++t) sums[t] = dot_words(sums[t], high, x[t] + 4 * kQuad);
@@ -66,12 +66,13 @@ static inline void high_sums(const uint8_t* plane, const int8_t* const* x, const
 
 // Sums of codes, their low bits as their mean, times activations, of quads [FIRST, FIRST + COUNT).
 template <class CODES, int FIRST, int COUNT, int TT>
-static inline void mean_sums(const uint8_t* plane, const int8_t* const* x, const int32_t* int_sums, F* sums) {
+ONDEVICE_INLINE void mean_sums(const uint8_t* plane, const int8_t* const* x, const int32_t* int_sums,
+                               F* sums) {
   using High = HighCodes<CODES>;
   I total[TT];
   for (int t = 0; t < TT; ++t) total[t] = int_zero();
   if constexpr (High::kTable) {
-    each<COUNT>([&](auto at) {
+    each<COUNT>([&](auto at) ONDEVICE_INLINED {
       constexpr int kQuad = FIRST + decltype(at)::value;
       const B means = look_up(High::template quad<kQuad>(plane), High::kMeans);
       for (int t = 0; t < TT; ++t) total[t] = dot_codes<CODES>(total[t], means, x[t] + 4 * kQuad);
@@ -81,7 +82,7 @@ static inline void mean_sums(const uint8_t* plane, const int8_t* const* x, const
   } else {
     const Words one = words_of(set1_int(1));
     high_sums<High, FIRST, COUNT, TT>(
-        plane, x, [&](int t, Words words) { total[t] = add_words(total[t], words, one); });
+        plane, x, [&](int t, Words words) ONDEVICE_INLINED { total[t] = add_words(total[t], words, one); });
     for (int t = 0; t < TT; ++t)
       sums[t] =
           fma(set1(High::kStep), to_float(total[t]), set1(High::kMean * static_cast<float>(int_sums[t])));
@@ -101,7 +102,7 @@ struct OneLevelTile {
       const uint8_t* affine = tile + kBlock - FORM::kAffine;
       const int8_t* rows[TT];
       for (int t = 0; t < TT; ++t) rows[t] = x.codes + x.at(t0 + t, g) * kGroup;
-      each<FORM::kScales>([&](auto part) {
+      each<FORM::kScales>([&](auto part) ONDEVICE_INLINED {
         constexpr int kPart = decltype(part)::value, kQuads = FORM::kCols / 4;
         const int64_t at = x.at(t0, g) * FORM::kScales + kPart;
         int32_t int_sums[TT];
@@ -117,13 +118,13 @@ struct OneLevelTile {
 
 // sums[t] = a block's sum over groups of scale * (sum of (code - zero) * x), low bits of codes as their mean.
 template <class FORM, int TT>
-static inline void block_sums(const uint8_t* plane, const I* scales, const int8_t* const* x,
-                              const int32_t* const* int_sums, F* sums) {
+ONDEVICE_INLINE void block_sums(const uint8_t* plane, const I* scales, const int8_t* const* x,
+                                const int32_t* const* int_sums, F* sums) {
   using Codes = typename FORM::Codes;
   using High = HighCodes<Codes>;
   if constexpr (High::kTable) {
     for (int t = 0; t < TT; ++t) sums[t] = zero();
-    each<FORM::kGroups>([&](auto group) {
+    each<FORM::kGroups>([&](auto group) ONDEVICE_INLINED {
       constexpr int kAt = decltype(group)::value;
       int32_t group_sums[TT];
       for (int t = 0; t < TT; ++t) group_sums[t] = int_sums[t][kAt];
@@ -137,11 +138,12 @@ static inline void block_sums(const uint8_t* plane, const I* scales, const int8_
   } else {
     I total[TT], offsets[TT];
     for (int t = 0; t < TT; ++t) total[t] = offsets[t] = int_zero();
-    each<FORM::kGroups>([&](auto group) {
+    each<FORM::kGroups>([&](auto group) ONDEVICE_INLINED {
       constexpr int kAt = decltype(group)::value;
       const Words scale = words_of(scales[kAt]);
       high_sums<High, kAt * FORM::kQuads, FORM::kQuads, TT>(
-          plane, x, [&](int t, Words words) { total[t] = add_words(total[t], words, scale); });
+          plane, x,
+          [&](int t, Words words) ONDEVICE_INLINED { total[t] = add_words(total[t], words, scale); });
     });
     for (int i = 0; i < FORM::kGroups; i += 2) {
       const Pair pair = pair_of(scales[i], scales[i + 1]);

@@ -24,11 +24,11 @@ struct Head {
 };
 
 // Index of dimension 0 of a position's key; the next dimension is kLanes further.
-static inline int64_t key_index(int64_t slot, int64_t head_dim) {
+ONDEVICE_INLINE int64_t key_index(int64_t slot, int64_t head_dim) {
   return slot / kLanes * kLanes * head_dim + slot % kLanes;
 }
 
-static inline Head head_in(const KvView& kv, uint8_t* base) {
+ONDEVICE_INLINE Head head_in(const KvView& kv, uint8_t* base) {
   const int64_t codes = kKvBlock * kv.head_dim * kv.bits / 8;
   if (kv.latent) {
     float* scales = kv.bits == 16 ? nullptr : reinterpret_cast<float*>(base + codes);
@@ -40,7 +40,7 @@ static inline Head head_in(const KvView& kv, uint8_t* base) {
   return {base, key_scales, values, reinterpret_cast<float*>(values + kKvBlock * kv.value_dim())};
 }
 
-static inline Head head_at(const KvView& kv, int64_t block, int64_t head) {
+ONDEVICE_INLINE Head head_at(const KvView& kv, int64_t block, int64_t head) {
   return head_in(kv, kv.blocks[block] + kv.layer_offset + head * kv.head_bytes);
 }
 

@@ -1,7 +1,5 @@
+#include "matrix_products.h"
 #include "row_forms.h"
-#if defined(ONDEVICE_TARGET_AMX)
-#include "tile_registers.h"
-#endif
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -71,24 +69,26 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
   if (t < tokens) tile_tokens<FORM, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
 }
 
-#if defined(ONDEVICE_TARGET_AMX)
-// A tile with `tokens` tokens from t0 on, a multiple of 16 and at most kRegisterRun.
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
+// A tile with `tokens` tokens from t0 on, a multiple of 16 and at most kMatrixRun.
 template <class FORM>
-void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t tokens,
-                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows) {
+void tile_by_matrices(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t tokens,
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows) {
   using Codes = typename FORM::Codes;
-  F acc[kRegisterRun];
+  F acc[kMatrixRun];
   B codes[kGroup / 4];
   for (int64_t t = 0; t < tokens; ++t) acc[t] = zero();
   for (int64_t g = 0; g < x.groups; ++g, tile += kBlockBytes<FORM>) {
     const uint8_t* affine = tile + kCodesBytes<FORM>;
     prefetch_ahead(tile, kBlockBytes<FORM>);
-    each<kGroup / 4>([&](auto quad) { codes[quad.value] = block_quad<Codes, decltype(quad)::value>(tile); });
+    each<kGroup / 4>([&](auto quad) ONDEVICE_INLINED {
+      codes[quad.value] = block_quad<Codes, decltype(quad)::value>(tile);
+    });
     const int64_t at = x.at(t0, g);
-    TileRegisters<FORM::kCols>::multiply(
-        codes, x.codes + at * kGroup, tokens, [&](int64_t t, const auto& sums) {
-          for (int64_t i = 0; i < kRegisterTokens; ++i)
-            each<FORM::kScales>([&](auto part) {
+    MatrixProducts<FORM::kCols>::multiply(
+        codes, x.codes + at * kGroup, tokens, [&](int64_t t, const auto& sums) ONDEVICE_INLINED {
+          for (int64_t i = 0; i < kMatrixTokens; ++i)
+            each<FORM::kScales>([&](auto part) ONDEVICE_INLINED {
               constexpr int kPart = decltype(part)::value;
               acc[t + i] =
                   FORM::added(acc[t + i], affine + kPart * FORM::kSide, to_float(sums.template of<kPart>(i)),
@@ -104,25 +104,25 @@ void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, 
 
 // Tiles [begin, end) with tokens [0, tokens), a multiple of 16.
 template <class FORM>
-void tiles_by_registers(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
-                        const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
-                        int64_t end) {
-  const TileRegisters<FORM::kCols> registers(tokens > 0);
+void tiles_by_matrices(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                       const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                       int64_t end) {
+  const MatrixProducts<FORM::kCols> products(tokens > 0);
   for (int64_t i = begin; i < end; ++i)
-    for (int64_t t = 0; t < tokens; t += kRegisterRun)
-      tile_by_registers<FORM>(tiles + i * x.groups * kBlockBytes<FORM>, x, t,
-                              tokens - t < kRegisterRun ? tokens - t : kRegisterRun,
-                              bias ? bias + i * kTile : nullptr, added ? added + i * kTile : nullptr,
-                              out + i * kTile, out_stride, rows - i * kTile);
+    for (int64_t t = 0; t < tokens; t += kMatrixRun)
+      tile_by_matrices<FORM>(tiles + i * x.groups * kBlockBytes<FORM>, x, t,
+                             tokens - t < kMatrixRun ? tokens - t : kMatrixRun,
+                             bias ? bias + i * kTile : nullptr, added ? added + i * kTile : nullptr,
+                             out + i * kTile, out_stride, rows - i * kTile);
 }
 #endif
 
 template <class FORM>
 void all_tiles(const uint8_t* tiles, QuantizedRows x, int64_t tokens, const float* bias, const float* added,
                float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
-#if defined(ONDEVICE_TARGET_AMX)
-  const int64_t full = tokens - tokens % kRegisterTokens;
-  tiles_by_registers<FORM>(tiles, x, full, bias, added, out, out_stride, rows, begin, end);
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
+  const int64_t full = tokens - tokens % kMatrixTokens;
+  tiles_by_matrices<FORM>(tiles, x, full, bias, added, out, out_stride, rows, begin, end);
   x = x.from(full);
   tokens -= full;
   out += full * out_stride;

@@ -11,7 +11,7 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 
 // log(1 + e^x) = max(x, 0) + 2 atanh(e / (2 + e)) with e = e^-|x|, whose series ends below 2e-9.
-static inline F softplus(F x) {
+ONDEVICE_INLINE F softplus(F x) {
   const F e = exp_lanes(sub(zero(), abs(x)));
   const F s = div(e, add(set1(2.0f), e));
   const F square = mul(s, s);
@@ -20,13 +20,13 @@ static inline F softplus(F x) {
   return fma(mul(set1(2.0f), s), p, max(zero(), x));
 }
 
-static inline float first_lane(F x) {
+ONDEVICE_INLINE float first_lane(F x) {
   float lanes[16];
   store(lanes, x);
   return lanes[0];
 }
 
-static inline F silu_lanes(F x) { return div(x, add(set1(1.0f), exp_lanes(sub(zero(), x)))); }
+ONDEVICE_INLINE F silu_lanes(F x) { return div(x, add(set1(1.0f), exp_lanes(sub(zero(), x)))); }
 
 // The convolution of a layer's channels.
 struct Convolution {

@@ -19,7 +19,7 @@ struct Form {
   // acc + a group's products, `sums` being those of the codes. `affine`: 16 scales, and the biases behind all
   // scales of the block. at: of the activations' group. A sum of codes less the zero code is an integer, and
   // exact.
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
+  ONDEVICE_INLINE F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(affine);
     const F scale = mul(load_half(halves), set1(x.scales[at]));
     if (IMPLIED) return fma(scale, sub(sums, set1(kZero * static_cast<float>(x.int_sums[at]))), acc);
@@ -38,7 +38,7 @@ struct TableForm {
   static constexpr int64_t kScales = kGroup / kCols, kSide = (kMxfp4 ? 1 : 2) * kTile,
                            kAffine = kSide * kScales;
 
-  static F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
+  ONDEVICE_INLINE F added(F acc, const uint8_t* affine, F sums, const QuantizedRows& x, int64_t at) {
     const F weight = kMxfp4 ? load_powers(affine) : load_half(reinterpret_cast<const uint16_t*>(affine));
     const F scale = mul(weight, set1((kMxfp4 ? 0.5f : 1.0f) * x.scales[at]));
     return fma(scale, sub(sums, set1(static_cast<float>(Codes::kZero * x.int_sums[at]))), acc);
@@ -46,7 +46,7 @@ struct TableForm {
 };
 
 // Stores the first `rows` (up to 16) of a tile's sums for a token. bias, added: of the tile's rows, or null.
-static inline void store_rows(F sums, const float* bias, const float* added, float* out, int64_t rows) {
+ONDEVICE_INLINE void store_rows(F sums, const float* bias, const float* added, float* out, int64_t rows) {
   if (bias) sums = add(sums, load_partial(bias, rows));
   if (added) sums = add(load_partial(added, rows), sums);
   store_partial(out, sums, rows);
@@ -104,7 +104,7 @@ struct Upper {
 
 // A block's integers, group by group.
 template <class FORM>
-static inline void load_integers(const uint8_t* from, I* scales, I* minimums) {
+ONDEVICE_INLINE void load_integers(const uint8_t* from, I* scales, I* minimums) {
   if constexpr (FORM::kShared) {
     const I a = widen_uint8(from), b = widen_uint8(from + kTile), c = widen_uint8(from + 2 * kTile);
     const I fourth = add_int(add_int(pick_int<6, 3>(a), pick_int<4, 12>(b)), pick_int<2, 48>(c));
@@ -132,7 +132,7 @@ static inline void load_integers(const uint8_t* from, I* scales, I* minimums) {
 }
 
 template <class FORM>
-static inline Upper load_upper(const uint8_t* header) {
+ONDEVICE_INLINE Upper load_upper(const uint8_t* header) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(header);
   return {load_half(halves), FORM::kMinimums ? sub(set1(-0.0f), load_half(halves + kTile)) : zero()};
 }

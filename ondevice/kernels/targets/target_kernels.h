@@ -66,7 +66,7 @@ void subtract_products(const double* a, int64_t count, const double* b, int64_t 
                        int64_t n);
 
 // The largest of 16 lanes from max_magnitude. NaN if one of them isn't finite.
-static inline float largest_magnitude(F lanes) {
+ONDEVICE_INLINE float largest_magnitude(F lanes) {
   constexpr int32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
   const int32_t largest = reduce_magnitude(lanes), bits = largest < kInfinity ? largest : kNan;
   float magnitude;
@@ -75,14 +75,14 @@ static inline float largest_magnitude(F lanes) {
 }
 
 // 127 / magnitude, which maps values to int8 codes. 0 for magnitudes below 2^-120, where it could overflow.
-static inline float int8_inverse(float magnitude) {
+ONDEVICE_INLINE float int8_inverse(float magnitude) {
   return magnitude >= 0x1p-120f ? 127.0f / magnitude : 0.0f;
 }
 
 // Makes COUNT times 16 values multiples of a scale, from -127 to 127, and returns that. If one of them isn't
 // finite, the scale is NaN and they become 0: no integer can represent them, and every output is NaN.
 template <int COUNT>
-static inline float scale_to_int8(F* v) {
+ONDEVICE_INLINE float scale_to_int8(F* v) {
   F lanes = zero();
   for (int i = 0; i < COUNT; ++i) lanes = max_magnitude(lanes, v[i]);
   const float magnitude = largest_magnitude(lanes), inverse = int8_inverse(magnitude);
@@ -91,7 +91,7 @@ static inline float scale_to_int8(F* v) {
 }
 
 // cap * tanh(x / cap), as cap * (1 - 2 / (1 + e^(2 x / cap))). NaN and infinity become NaN.
-static inline F soft_cap_lanes(F x, F cap) {
+ONDEVICE_INLINE F soft_cap_lanes(F x, F cap) {
   const F one = set1(1.0f), doubled = mul(set1(2.0f), div(x, cap));
   const F tanh = sub(one, div(set1(2.0f), add(one, exp_lanes(doubled))));
   return fma(x, zero(), mul(tanh, cap));
@@ -126,17 +126,17 @@ struct Table4 {
 // Adds products of codes with activations, less some on targets that re-centre codes that don't fit signed
 // bytes; `finish_codes` adds them back.
 template <class CODES>
-static inline I dot_codes(I acc, B codes, const int8_t* quad) {
+ONDEVICE_INLINE I dot_codes(I acc, B codes, const int8_t* quad) {
   return CODES::kTop > 127 ? dot_q8(acc, codes, quad) : dot_q4(acc, codes, quad);
 }
 template <class CODES>
-static inline I finish_codes(I sum, int32_t activation_sum) {
+ONDEVICE_INLINE I finish_codes(I sum, int32_t activation_sum) {
   return CODES::kTop > 127 ? finish_q8(sum, activation_sum) : sum;
 }
 
 // Calls run(Count<0>()) to run(Count<N - 1>()).
 template <int N, class Run>
-static inline void each(const Run& run) {
+ONDEVICE_INLINE void each(const Run& run) {
   if constexpr (N > 0) {
     each<N - 1>(run);
     run(Count<N - 1>());
@@ -147,7 +147,7 @@ static inline void each(const Run& run) {
 // Adds the products of COUNT vectors of a block's codes to total, WEIGHT times: of codes of 4 bits, or of the
 // low nibbles of 8, or with a WEIGHT of 16 of the high ones.
 template <class CODES, int TT, int COUNT, int WEIGHT>
-static inline void add_nibbles(const uint8_t* block, const int8_t* x, int64_t stride, I* total) {
+ONDEVICE_INLINE void add_nibbles(const uint8_t* block, const int8_t* x, int64_t stride, I* total) {
   constexpr int BITS = CODES::kBits;
   Words words[TT];
   for (int t = 0; t < TT; ++t) words[t] = words_zero();
@@ -168,7 +168,7 @@ static inline void add_nibbles(const uint8_t* block, const int8_t* x, int64_t st
 // dot_blocks of one block, by sums of eight in 16 bits, of four where codes may exceed 15. Codes of 8 bits
 // are multiplied as two of 4, one after the other: accumulators of both are more than there are registers.
 template <class CODES, int TT, int COLS>
-static inline void dot_block_words(const uint8_t* block, const int8_t* x, int64_t stride, F* sums) {
+ONDEVICE_INLINE void dot_block_words(const uint8_t* block, const int8_t* x, int64_t stride, F* sums) {
   constexpr int BITS = CODES::kBits, kPart = BITS == 4 && CODES::kTop > 15 ? 16 : 32;  // columns
   constexpr int kParts = COLS / kPart, kVectors = BITS * kPart / 32;                   // 64 bytes each
   I total[TT];
@@ -184,7 +184,7 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* x, int64_
 
 // The codes of four columns of 16 rows: quad PLACE of the eight of a half block; see interleave.h.
 template <int BITS, int PLACE>
-static inline B quad_codes(const uint8_t* half_block) {
+ONDEVICE_INLINE B quad_codes(const uint8_t* half_block) {
   constexpr int kLow = low_plane_bits(BITS), kHigh = BITS - kLow;
   constexpr int kRight = PLACE * kLow % 8, kMask = (1 << kLow) - 1;
   const B low = pick_bits<kRight, kMask>(load_bytes(half_block + 64 * (PLACE * kLow / 8)));
@@ -197,7 +197,7 @@ static inline B quad_codes(const uint8_t* half_block) {
 
 // The codes of columns 4 QUAD to 4 QUAD + 3 of a block of 16 rows, as dot products take them.
 template <class CODES, int QUAD>
-static inline B block_quad(const uint8_t* block) {
+ONDEVICE_INLINE B block_quad(const uint8_t* block) {
   constexpr int BITS = CODES::kBits;
   if constexpr (BITS == 8)
     return load_bytes(block + 64 * QUAD);
@@ -206,14 +206,14 @@ static inline B block_quad(const uint8_t* block) {
 }
 
 // Fetches what is multiplied soon: `bytes` bytes, kAhead behind `at`.
-static inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
+ONDEVICE_INLINE void prefetch_ahead(const uint8_t* at, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) prefetch(at + line + kAhead);
 }
 
 // dot_blocks at 5 and 6 bits. Codes are below 64, so that dot_q4 is exact.
 template <int BITS, int TT, int N, int COLS>
-[[gnu::always_inline]] static inline void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x,
-                                                          int64_t stride, F (*sums)[TT]) {
+ONDEVICE_INLINE void dot_high_blocks(const uint8_t* const* blocks, const int8_t* x, int64_t stride,
+                                     F (*sums)[TT]) {
   constexpr bool kTwoChains = N * TT <= kMostChains / 2;
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
@@ -225,10 +225,10 @@ template <int BITS, int TT, int N, int COLS>
     if constexpr (TT > 1) {
       constexpr int kRun = BITS > 5 ? 2 : 4;  // quads whose sums fit 16 bits
       for (int n = 0; n < N; ++n)
-        each<8 / kRun>([&](auto run) {
+        each<8 / kRun>([&](auto run) ONDEVICE_INLINED {
           Words words[TT];
           for (int t = 0; t < TT; ++t) words[t] = words_zero();
-          each<kRun>([&](auto place) {
+          each<kRun>([&](auto place) ONDEVICE_INLINED {
             constexpr int kPlace = decltype(run)::value * kRun + decltype(place)::value;
             const B codes = quad_codes<BITS, kPlace>(blocks[n] + at);
             for (int t = 0; t < TT; ++t)
@@ -239,7 +239,7 @@ template <int BITS, int TT, int N, int COLS>
       continue;
     }
 #endif
-    each<8>([&](auto place) {
+    each<8>([&](auto place) ONDEVICE_INLINED {
       constexpr int kPlace = decltype(place)::value;
       B codes[N];
       for (int n = 0; n < N; ++n) codes[n] = quad_codes<BITS, kPlace>(blocks[n] + at);
@@ -259,8 +259,8 @@ template <int BITS, int TT, int N, int COLS>
 // exact, so their order doesn't matter: with few tokens, each has two chains of additions, because one would
 // leave the multiplier idle.
 template <class CODES, int TT, int N, int COLS = kGroup>
-static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* x, int64_t stride,
-                              const int32_t* int_sums, F (*sums)[TT]) {
+ONDEVICE_INLINE void dot_blocks(const uint8_t* const* blocks, const int8_t* x, int64_t stride,
+                                const int32_t* int_sums, F (*sums)[TT]) {
   constexpr int BITS = CODES::kBits;
   if constexpr (in_planes(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, stride, sums);
 #if defined(ONDEVICE_WORD_SUMS)

@@ -1,7 +1,5 @@
+#include "matrix_products.h"
 #include "row_forms.h"
-#if defined(ONDEVICE_TARGET_AMX)
-#include "tile_registers.h"
-#endif
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -21,7 +19,7 @@ struct Factors {
   Pair pairs[FORM::kGroups / 2];
 };
 template <class FORM, Sums SUMS>
-static inline void load_factors(const uint8_t* header, int64_t block, Factors<FORM, SUMS>* out) {
+ONDEVICE_INLINE void load_factors(const uint8_t* header, int64_t block, Factors<FORM, SUMS>* out) {
   I scales[FORM::kGroups], minimums[FORM::kGroups];
   load_integers<FORM>(header + FORM::kUpper + block * kTile * FORM::kIntegers, scales, minimums);
   for (int i = 0; i < FORM::kGroups; ++i) {
@@ -40,7 +38,7 @@ struct PackedCodes {
   const uint8_t* block;
 
   template <int QUAD>
-  B quad() const {
+  ONDEVICE_INLINED B quad() const {
     return block_quad<typename FORM::Codes, QUAD>(block);
   }
 };
@@ -50,10 +48,11 @@ struct UnpackedCodes {
   B quads[kCount];
 
   explicit UnpackedCodes(const PackedCodes<FORM>& packed) {
-    each<kCount>([&](auto quad) { quads[quad.value] = packed.template quad<decltype(quad)::value>(); });
+    each<kCount>([&](auto quad)
+                     ONDEVICE_INLINED { quads[quad.value] = packed.template quad<decltype(quad)::value>(); });
   }
   template <int QUAD>
-  const B& quad() const {
+  ONDEVICE_INLINED const B& quad() const {
     return quads[QUAD];
   }
 };
@@ -66,7 +65,7 @@ struct ScaledSum {
   F sum, second;
 
   template <int GROUP>
-  void add_group(const Factors<FORM, Sums::kFloats>& factors, I products) {
+  ONDEVICE_INLINED void add_group(const Factors<FORM, Sums::kFloats>& factors, I products) {
     const F value = to_float(products), scale = factors.scales[GROUP];
     if (GROUP == 0)
       sum = mul(scale, value);
@@ -81,21 +80,21 @@ struct ScaledSum {
 
 // sums[t] = a block's sum over groups of scale * (sum of (code - zero) * x), rounded to float.
 template <class FORM, int TT, class CODES>
-static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors, const int8_t* const* x,
-                               const int32_t* const* int_sums, F* sums) {
+ONDEVICE_INLINE void scaled_sums(const CODES& codes, const Factors<FORM>& factors, const int8_t* const* x,
+                                 const int32_t* const* int_sums, F* sums) {
   using Codes = typename FORM::Codes;
   constexpr int kGroups = FORM::kGroups, kQuads = FORM::kQuads, kTop = Codes::kTop;
   if constexpr (kSums<FORM> == Sums::kFloats) {
     constexpr bool kTwoChains = kQuads == 8 && TT <= 2;
     ScaledSum<FORM> scaled[TT];
-    each<kGroups>([&](auto group) {
+    each<kGroups>([&](auto group) ONDEVICE_INLINED {
       constexpr int kAt = decltype(group)::value;
       I a[TT], b[TT];
       for (int t = 0; t < TT; ++t) {
         a[t] = FORM::kZero ? set1_int(-FORM::kZero * int_sums[t][kAt]) : int_zero();
         b[t] = int_zero();
       }
-      each<kQuads>([&](auto quad) {
+      each<kQuads>([&](auto quad) ONDEVICE_INLINED {
         constexpr int kQuad = kAt * kQuads + decltype(quad)::value;
         const B& these = codes.template quad<kQuad>();
         for (int t = 0; t < TT; ++t) {
@@ -116,10 +115,10 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
     // 63 two.
     constexpr int kFitting = kTop > 31 ? 2 : kTop > 15 ? 4 : 8;
     constexpr int kRun = kWordProducts == 4 || kQuads < kFitting ? kQuads : kFitting;
-    each<16 / kRun>([&](auto run) {
+    each<16 / kRun>([&](auto run) ONDEVICE_INLINED {
       Words words[TT];
       for (int t = 0; t < TT; ++t) words[t] = words_zero();
-      each<kRun>([&](auto quad) {
+      each<kRun>([&](auto quad) ONDEVICE_INLINED {
         constexpr int kQuad = decltype(run)::value * kRun + decltype(quad)::value;
         const B& these = codes.template quad<kQuad>();
         for (int t = 0; t < TT; ++t) words[t] = dot_words(words[t], these, x[t] + 4 * kQuad);
@@ -145,8 +144,8 @@ static inline void scaled_sums(const CODES& codes, const Factors<FORM>& factors,
 
 // acc + a block's products with a token. sum: of scaled groups; scale: of the token's block.
 template <class FORM>
-static inline F add_block(F acc, F sum, const Pair* pairs, const Upper& upper, float scale,
-                          const int32_t* int_sums) {
+ONDEVICE_INLINE F add_block(F acc, F sum, const Pair* pairs, const Upper& upper, float scale,
+                            const int32_t* int_sums) {
   acc = fma(mul(upper.d, set1(scale)), sum, acc);
   if constexpr (FORM::kMinimums) {
     I low = int_zero();
@@ -159,8 +158,8 @@ static inline F add_block(F acc, F sum, const Pair* pairs, const Upper& upper, f
 
 // Adds block g's products with tokens t0 to t0 + TT - 1 to acc[t].
 template <class FORM, int TT, class CODES>
-static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, const Upper& upper,
-                              const QuantizedRows& x, int64_t g, int64_t t0, F* acc) {
+ONDEVICE_INLINE void add_tokens(const CODES& codes, const Factors<FORM>& factors, const Upper& upper,
+                                const QuantizedRows& x, int64_t g, int64_t t0, F* acc) {
   const int8_t* rows[TT];
   const int32_t* int_sums[TT];
   for (int t = 0; t < TT; ++t) {
@@ -174,18 +173,17 @@ static inline void add_tokens(const CODES& codes, const Factors<FORM>& factors, 
     acc[t] = add_block<FORM>(acc[t], sums[t], factors.pairs, upper, x.scales[x.at(t0 + t, g)], int_sums[t]);
 }
 
-#if defined(ONDEVICE_TARGET_AMX)
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
 template <class FORM>
-constexpr bool kByRegisters = FORM::kGroups <= 2;
-constexpr int64_t kMostTokens = kRegisterRun;
+constexpr bool kByMatrices = FORM::kGroups <= 2;
+constexpr int64_t kMostTokens = kMatrixRun;
 #else
 constexpr int64_t kMostTokens = 32;  // for which a block's codes are unpacked once
 #endif
-constexpr int kTogether = 4;  // tokens whose sums stay in registers beside a block's codes
 
 // Calls run(codes, factors, upper, g) for each block g of a tile.
 template <class FORM, Sums SUMS, class Run>
-static inline void each_block(const uint8_t* tile, int64_t groups, const Run& run) {
+ONDEVICE_INLINE void each_block(const uint8_t* tile, int64_t groups, const Run& run) {
   for (int64_t g = 0; g < groups; g += kSuperGroup, tile += FORM::kSuper) {
     const Upper upper = load_upper<FORM>(tile);
     prefetch_ahead(tile, FORM::kHeader);
@@ -204,28 +202,29 @@ template <class FORM, int TT>
 void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
   F sums[TT];
   for (int t = 0; t < TT; ++t) sums[t] = zero();
-  each_block<FORM, kSums<FORM>>(tile, x.groups,
-                                [&](const auto& codes, const auto& factors, const Upper& upper, int64_t g) {
-                                  add_tokens<FORM, TT>(codes, factors, upper, x, g, t0, sums);
-                                });
+  each_block<FORM, kSums<FORM>>(
+      tile, x.groups,
+      [&](const auto& codes, const auto& factors, const Upper& upper, int64_t g)
+          ONDEVICE_INLINED { add_tokens<FORM, TT>(codes, factors, upper, x, g, t0, sums); });
   for (int t = 0; t < TT; ++t) acc[t] = sums[t];
 }
 
-#if defined(ONDEVICE_TARGET_AMX)
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
 // The same with `count` tokens, a multiple of 16.
 template <class FORM>
-void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
+void tile_by_matrices(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
   each_block<FORM, Sums::kFloats>(
-      tile, x.groups, [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) {
+      tile, x.groups,
+      [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) ONDEVICE_INLINED {
         const UnpackedCodes<FORM> codes(packed);
         const int64_t at = x.at(t0, g);
-        TileRegisters<kGroup / FORM::kGroups>::multiply(
-            codes.quads, x.codes + at * kGroup, count, [&](int64_t t, const auto& sums) {
-              for (int64_t i = 0; i < kRegisterTokens; ++i) {
+        MatrixProducts<kGroup / FORM::kGroups>::multiply(
+            codes.quads, x.codes + at * kGroup, count, [&](int64_t t, const auto& sums) ONDEVICE_INLINED {
+              for (int64_t i = 0; i < kMatrixTokens; ++i) {
                 const int32_t* int_sums = x.int_sums + (at + t + i) * FORM::kGroups;
                 ScaledSum<FORM> scaled;
-                each<FORM::kGroups>([&](auto group) {
+                each<FORM::kGroups>([&](auto group) ONDEVICE_INLINED {
                   constexpr int kAt = decltype(group)::value;
                   I products = sums.template of<kAt>(i);
                   if (FORM::kZero) products = add_int(products, set1_int(-FORM::kZero * int_sums[kAt]));
@@ -242,22 +241,21 @@ void tile_by_registers(const uint8_t* tile, const QuantizedRows& x, int64_t t0, 
 // The same with `count` tokens, at most kMostTokens.
 template <class FORM>
 void tile_many(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
-#if defined(ONDEVICE_TARGET_AMX)
-  if constexpr (kByRegisters<FORM>)
-    if (count % kRegisterTokens == 0) return tile_by_registers<FORM>(tile, x, t0, count, acc);
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
+  if constexpr (kByMatrices<FORM>)
+    if (count % kMatrixTokens == 0) return tile_by_matrices<FORM>(tile, x, t0, count, acc);
 #endif
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
-  each_block<FORM, kSums<FORM>>(tile, x.groups,
-                                [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) {
-                                  const UnpackedCodes<FORM> codes(packed);
-                                  int64_t t = 0;
-                                  for (; t + kTogether <= count; t += kTogether)
-                                    add_tokens<FORM, kTogether>(codes, factors, upper, x, g, t0 + t, acc + t);
-                                  for (; t + 2 <= count; t += 2)
-                                    add_tokens<FORM, 2>(codes, factors, upper, x, g, t0 + t, acc + t);
-                                  if (t < count)
-                                    add_tokens<FORM, 1>(codes, factors, upper, x, g, t0 + t, acc + t);
-                                });
+  each_block<FORM, kSums<FORM>>(
+      tile, x.groups,
+      [&](const auto& packed, const auto& factors, const Upper& upper, int64_t g) ONDEVICE_INLINED {
+        const UnpackedCodes<FORM> codes(packed);
+        int64_t t = 0;
+        for (; t + kScaledTokens <= count; t += kScaledTokens)
+          add_tokens<FORM, kScaledTokens>(codes, factors, upper, x, g, t0 + t, acc + t);
+        for (; t + 2 <= count; t += 2) add_tokens<FORM, 2>(codes, factors, upper, x, g, t0 + t, acc + t);
+        if (t < count) add_tokens<FORM, 1>(codes, factors, upper, x, g, t0 + t, acc + t);
+      });
 }
 
 template <class FORM>
@@ -265,16 +263,16 @@ void all_two_level(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                    const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
                    int64_t end) {
   F acc[kMostTokens];
-#if defined(ONDEVICE_TARGET_AMX)
-  const TileRegisters<kGroup / FORM::kGroups> registers(kByRegisters<FORM> && tokens >= kRegisterTokens);
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
+  const MatrixProducts<kGroup / FORM::kGroups> products(kByMatrices<FORM> && tokens >= kMatrixTokens);
 #endif
   for (int64_t i = begin; i < end; ++i) {
     const uint8_t* tile = tiles + i * (x.groups / kSuperGroup) * FORM::kSuper;
     const int64_t left = rows - i * kTile;
     for (int64_t t0 = 0, count; t0 < tokens; t0 += count) {
       count = tokens - t0 < kMostTokens ? tokens - t0 : kMostTokens;
-#if defined(ONDEVICE_TARGET_AMX)
-      if (kByRegisters<FORM> && count > kRegisterTokens) count -= count % kRegisterTokens;
+#if defined(ONDEVICE_MATRIX_PRODUCTS)
+      if (kByMatrices<FORM> && count > kMatrixTokens) count -= count % kMatrixTokens;
 #endif
       if (count == 1)
         tile_few<FORM, 1>(tile, x, t0, acc);

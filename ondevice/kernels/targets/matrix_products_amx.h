@@ -4,37 +4,20 @@
 // rows.
 #pragma once
 
-#include "simd.h"
-#include "target_kernels.h"
-
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-constexpr int kRegisterTokens = 16;
-constexpr int64_t kRegisterRun = 64;  // most tokens for which a block's codes are unpacked once
-
-// Sums of products of 16 tokens: groups of columns, tokens, rows.
-template <int GROUPS>
-struct RegisterSums {
-  alignas(64) int32_t sums[GROUPS][kRegisterTokens][16];
-
-  template <int GROUP>
-  I of(int64_t token) const {
-    I lanes;
-    memcpy(&lanes, sums[GROUP][token], sizeof(lanes));
-    return lanes;
-  }
-};
+constexpr int kMatrixTokens = 16;
 
 // Gives the matrix registers their shapes for groups of GROUP columns, 32 or 64, until it is destroyed, if
 // `used`. Groups of 16 aren't worth it: with sums of four groups to store and to load, it takes longer than
 // AVX-512.
 template <int GROUP>
-class TileRegisters {
+class MatrixProducts {
  public:
   static constexpr int kGroups = kGroup / GROUP;  // of a block
 
-  explicit TileRegisters(bool used) : used_(used) {
+  explicit MatrixProducts(bool used) : used_(used) {
     if (!used) return;
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -43,29 +26,30 @@ class TileRegisters {
     } shapes;
     for (int i = 0; i < 2 * 3; ++i) {
       shapes.row_bytes[i] = i / 2 == kInputs / 2 ? GROUP : 64;
-      shapes.rows[i] = i / 2 == kCodes / 2 ? GROUP / 4 : kRegisterTokens;
+      shapes.rows[i] = i / 2 == kCodes / 2 ? GROUP / 4 : kMatrixTokens;
     }
     asm volatile("ldtilecfg %0" : : "m"(shapes));
   }
-  ~TileRegisters() {
+  ~MatrixProducts() {
     if (used_) asm volatile("tilerelease");
   }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
+  MatrixProducts(const MatrixProducts&) = delete;
+  MatrixProducts& operator=(const MatrixProducts&) = delete;
 
   // Multiplies a block's 16 quads with `count` tokens' activations (count, 64), 16 at a time: calls
   // add(t, sums) for tokens t to t + 15. Two products are on their way while one is added: Q4_K takes 1.3
   // times as long if each is waited for.
   template <class Add>
   static void multiply(const B* quads, const int8_t* x, int64_t count, const Add& add) {
-    RegisterSums<kGroups> sums[2];
-    each<kGroups>([&](auto group) { load<kCodes + group.value>(quads + group.value * (GROUP / 4)); });
+    MatrixSums<kGroups, kMatrixTokens> sums[2];
+    each<kGroups>([&](auto group)
+                      ONDEVICE_INLINED { load<kCodes + group.value>(quads + group.value * (GROUP / 4)); });
     multiply_tokens(x);
-    for (int64_t t = -kRegisterTokens; t < count; t += kRegisterTokens) {
-      const int64_t next = t + kRegisterTokens, later = next + kRegisterTokens;
-      if (next < count) store(&sums[next / kRegisterTokens % 2]);
+    for (int64_t t = -kMatrixTokens; t < count; t += kMatrixTokens) {
+      const int64_t next = t + kMatrixTokens, later = next + kMatrixTokens;
+      if (next < count) store(&sums[next / kMatrixTokens % 2]);
       if (later < count) multiply_tokens(x + later * kGroup);
-      if (t >= 0) add(t, sums[t / kRegisterTokens % 2]);
+      if (t >= 0) add(t, sums[t / kMatrixTokens % 2]);
     }
   }
 
@@ -78,7 +62,7 @@ class TileRegisters {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(int64_t{64}), "i"(REGISTER) : "memory");
   }
   static void multiply_tokens(const int8_t* x) {
-    each<kGroups>([&](auto group) {
+    each<kGroups>([&](auto group) ONDEVICE_INLINED {
       load<kInputs + group.value>(x + group.value * GROUP);
       asm volatile("tilezero %%tmm%c0" : : "i"(kSums + group.value));
       asm volatile("tdpbsud %%tmm%c0, %%tmm%c1, %%tmm%c2"
@@ -86,8 +70,8 @@ class TileRegisters {
                    : "i"(kCodes + group.value), "i"(kInputs + group.value), "i"(kSums + group.value));
     });
   }
-  static void store(RegisterSums<kGroups>* to) {
-    each<kGroups>([&](auto group) {
+  static void store(MatrixSums<kGroups, kMatrixTokens>* to) {
+    each<kGroups>([&](auto group) ONDEVICE_INLINED {
       asm volatile("tilestored %%tmm%c2, (%0,%1,1)"
                    :
                    : "r"(to->sums[group.value]), "r"(int64_t{64}), "i"(kSums + group.value)
