@@ -59,10 +59,13 @@ MIN_CONTEXT = 512
 """Minimum context, in tokens, of a budget-shortened default: the length of a training text's pieces."""
 CONTEXT_STEP = 256
 SMALL_CHUNK = 64
-"""Least tokens of a prompt's chunk if the budget has no room for more; prompts then read weights more often."""
+"""Least tokens of a prompt's chunk if the budget has no room for more: weights are then read more often."""
 SMALL_CHUNKS = 16
-"""Small chunks in which a prompt that fills the context is read, if they are that large: in chunks of 64, 4,096
-tokens of a model of 1.5 billion parameters take 1.24 times as long as in chunks of 256, for 4 % less memory."""
+"""Chunks of more than those tokens in which a prompt that fills the context is read then.
+
+4,096 tokens of a model of 1.5 billion parameters take 1.24 times as long in chunks of 64 as in chunks of 256,
+for 4 % less memory.
+"""
 TINY_CONTEXTS = (64, 128)
 """Contexts below MIN_CONTEXT, in tokens, that messages may suggest."""
 
