@@ -29,7 +29,7 @@ def main() -> NoReturn:
 
 
 def _as_rank() -> int | None:
-    """Take this process's place among several ranks, if it has one.
+    """Run this process as one of several ranks, if its options or environment say so.
 
     Returns the exit code of a supervisor, None in a process that runs the command.
     """

@@ -137,10 +137,10 @@ def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> 
 
 
 def write_slice(bundle: Bundle, output: Name, *, force: bool = False) -> Path:
-    """Write a slice, which `Bundle.slice` gives, as a separate bundle, and return its path.
+    """Write a slice of a model, as `Bundle.slice` returns it, to a new bundle, and return the bundle's path.
 
-    Raises UsageError if the output exists and `force` doesn't allow to replace it, FlashReadError for damage
-    and OndeviceError if the disk refuses.
+    Raises UsageError if the output exists and `force` is False, FlashReadError for damage, and OndeviceError
+    if the disk refuses.
     """
     from ondevice.converters.slices import write_slice as write
 
@@ -198,7 +198,7 @@ class Model:
 
     @property
     def stats(self) -> GenerationStats:
-        """Stats of the generation that ended last. Waits for a cancelled generation to end."""
+        """Stats of the generation that ended last. Waits until a cancelled generation has ended."""
         self._owner.require_own_process()
         return self._host.last_stats.get()
 
@@ -209,7 +209,7 @@ class Model:
 
     @property
     def replanned(self) -> Plan:
-        """The plan that the budget would give now, with what other models have claimed by now."""
+        """The plan that the model would get if it were planned now, next to the other loaded models."""
         self._require_open()
         return self._engine.replanned
 
@@ -227,7 +227,7 @@ class Model:
 
     @property
     def kernel_target(self) -> str:
-        """What multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """The instruction set or device that multiplies: such as `avx2`, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         return self._engine.kernel_target
 
     def generate(
@@ -338,12 +338,12 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[TokenScore | Event, None]:
-        """Yields a `TokenScore` for each of `tokens` but the first and for the likeliest token after them,
+        """Yield a `TokenScore` for each of `tokens` except the first, one for the likeliest token after them,
         then the events of the text that continues them.
 
-        top: number of likeliest tokens in each score. Scoring shares no passes, like `logits`.
+        top: number of likeliest tokens in each score. Like `logits`, it shares no passes.
 
-        Raises ContextOverflowError for tokens that the context doesn't hold, UsageError, FlashReadError.
+        Raises ContextOverflowError if the context has no room for the tokens, UsageError, FlashReadError.
         """
         self._require_open()
         ids, config, key = token_ids(tokens), sampling_options(sampling, options), self._host.new_key()
@@ -370,10 +370,10 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
-        """The reply to a conversation: a list of messages, or what the user says first.
+        """The reply to a conversation, which is a list of messages or the text of the first user message.
 
-        Nothing is kept for a next turn, unlike in a `session`. schema: a JSON schema for a reply that isn't
-        calls of tools. The other arguments are those of `Session.respond` and `generate`.
+        Unlike a `session`, it keeps nothing for a next turn. schema: a JSON schema that the reply follows
+        unless it calls tools. The other arguments are those of `Session.respond` and `generate`.
 
         Raises what these raise, and ConstraintError for a schema that can't be enforced.
         """
@@ -415,19 +415,19 @@ class Model:
         when_full: WhenFull = "stop",
         cache_prompt: bool = False,
     ) -> Session:
-        """A conversation that keeps its keys and values between turns, and reuses those of texts that begin
-        alike.
+        """A conversation that keeps its keys and values between turns, so that only new messages are
+        computed.
 
-        instructions: a system message. when_full: `stop` refuses a turn that doesn't fit the context, `drop`
-        forgets the oldest turns. cache_prompt: whether its keys and values outlive it, for texts that begin
-        alike, as far as memory allows.
+        instructions: the system message. when_full: `stop` refuses a turn that doesn't fit the context,
+        `drop` forgets the oldest turns. cache_prompt: whether to reuse keys and values of earlier texts that
+        begin alike, and to keep this session's for later texts, as far as memory allows.
         """
         self._require_open()
         return Session(self._host, instructions, when_full, cache_prompt)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of keys and values: of running texts, of sessions, and those kept for later texts."""
+        """Bytes of all keys and values in memory: of running texts, of sessions, and of kept texts."""
         return self._engine.kv.nbytes
 
     def drop_prefixes(self) -> None:
@@ -522,13 +522,13 @@ class Model:
         tools: Tools = (),
         think: Think = None,
     ) -> list[int]:
-        """Token ids of a transcript, up to where the model's next turn begins. Arguments as of `respond`."""
+        """Token ids of a conversation, up to where the model's next turn begins. Arguments as in `chat`."""
         return self._host.chat_ids(messages, PromptOptions.checked(tools, think))
 
     def prompt_ids(self, prompt: str, *, special: bool = True, suffix: str | None = None) -> list[int]:
         """Token ids that `generate` continues for these arguments.
 
-        Of a prompt longer than the context, only a few more ids than the context holds are given.
+        If the prompt is longer than the context, returns only a few more ids than the context has room for.
         """
         most = self.plan.max_context
         if suffix is not None:
@@ -560,7 +560,7 @@ class Model:
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, suffix: str | None
     ) -> SamplingConfig:
-        """The options of a generation. With a suffix, the marks of the middle end it too."""
+        """The options of a generation. With a suffix, the marks that follow a filled gap end it too."""
         config = sampling_options(sampling, options)
         if suffix is None:
             return config
@@ -569,8 +569,7 @@ class Model:
     def _scoring(
         self, ids: list[int], top: int, key: int
     ) -> Callable[[IsCancelled], Iterator[list[TokenScore]]]:
-        """Work that yields the scores of `ids` in pieces, and leaves keys and values in the cache of
-        `key`."""
+        """A function that yields scores of `ids` in pieces, and leaves keys and values in cache `key`."""
 
         def work(cancelled: IsCancelled) -> Iterator[list[TokenScore]]:
             # This runs on the owner thread, so that no queue fills with logits.
@@ -585,7 +584,7 @@ class Model:
         return work
 
     def _score_work(self, ids: list[int], tally: Tally) -> Callable[[IsCancelled], Iterator[int]]:
-        """Work that scores every token of `ids` but the first, and yields the tally's token count."""
+        """A function that scores every token of `ids` except the first, and yields the tally's count."""
 
         def work(cancelled: IsCancelled) -> Iterator[int]:
             # The sum is taken on the owner thread, so that no queue fills with logits.

@@ -33,17 +33,17 @@ IsCancelled = Callable[[], bool]
 
 
 def ignore_progress(fraction: float, what: str) -> None:
-    """The `OnProgress` of a caller without progress."""
+    """Do nothing: the `OnProgress` of a caller that wants no reports."""
 
 
 def ignore_count(count: int) -> None:
-    """The `OnCount` of a caller without progress."""
+    """Do nothing: the `OnCount` of a caller that wants no reports."""
 
 
 def never_cancelled() -> bool:
-    """The `IsCancelled` of work that nothing cancels."""
+    """False: the `IsCancelled` of work that nothing cancels."""
     return False
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome that its caller handles, never an error a user sees
-    """Work was cancelled between two pieces. Its target is as it was before."""
+    """Raised when work is cancelled between two pieces. What it worked on is as it was before."""

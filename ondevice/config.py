@@ -88,7 +88,7 @@ class RowFormat(NamedTuple):
 
     @property
     def implied_bias(self) -> bool:
-        """True if each group has a bias that isn't stored, `-zero * scale`."""
+        """True if each group has a bias that isn't stored but follows from the scale: `-zero * scale`."""
         return self.scales == "symmetric"
 
     @property
@@ -97,7 +97,7 @@ class RowFormat(NamedTuple):
 
     @property
     def two_levels(self) -> bool:
-        """True if scales have two levels, so that columns are a multiple of 256."""
+        """True if scales have two levels. Columns are then a multiple of 256."""
         return self.scales.startswith("two_level")
 
     @property
@@ -107,7 +107,7 @@ class RowFormat(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The code of the weight 0 with symmetric scales, of one level or two."""
+        """The code that stands for the weight 0 with symmetric scales of one or two levels."""
         return 1 << (self.bits - 1)
 
     @property
@@ -117,12 +117,12 @@ class RowFormat(NamedTuple):
 
     @property
     def upper_bytes(self) -> int:
-        """Bytes of the upper level for 256 elements: d, and dmin if there is one."""
+        """Bytes of the upper level of scales for 256 elements: d, and dmin if there is one."""
         return 4 if self.scales == "two_level" else 2
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of both levels for 256 elements: `upper_bytes`, and the scales of the groups."""
+        """Bytes of both levels of scales for 256 elements: `upper_bytes`, and the scales of the groups."""
         shared = self.bits == 3 or (self.scales == "two_level" and self.bits > 2)
         return self.upper_bytes + SUPER_SIZE // 64 * (3 if shared else 64 // self.group_size)
 
@@ -148,15 +148,18 @@ MATRIX_KINDS: tuple[MatrixKind, ...] = get_args(MatrixKind)
 
 
 def matrix_name(kind: MatrixKind, layer: int | None = None, part: str = "") -> str:
-    """A manifest's name of matrices of a kind: of all layers or one, and of all parts of `qkv` or one.
+    """The manifest's name for matrices of a kind, in all layers or one, and for all parts of `qkv` or one.
 
-    `qkv`, `layers.3.qkv`, `qkv.v` or `layers.3.qkv.v`, with a part of `ModelConfig.projection_sizes`.
+    Examples are `qkv`, `layers.3.qkv`, `qkv.v` and `layers.3.qkv.v`. Parts are those of
+    `ModelConfig.projection_sizes`.
     """
     return ("" if layer is None else f"layers.{layer}.") + kind + (f".{part}" if part else "")
 
 
 def format_order(name: str) -> tuple[int, int, str]:
-    """Sort key of a `matrix_name`: all layers first, then by layer; within them by kind, then by part."""
+    """The sort key of a `matrix_name`: names for all layers first, then by layer; within these by kind, then
+    by part.
+    """
     *layer, rest = name.removeprefix("layers.").split(".", 1) if name.startswith("layers.") else (name,)
     kind, _, part = rest.partition(".")
     return int(layer[0]) if layer else -1, MATRIX_KINDS.index(cast(MatrixKind, kind)), part
@@ -174,18 +177,20 @@ class QuantConfig:
     formats: tuple[tuple[str, RowFormat], ...] = ()
 
     def of(self, kind: MatrixKind, layer: int | None = None, part: str = "") -> RowFormat:
-        """The format of a matrix: that of its most specific name, where a layer counts before a part."""
+        """The format of a matrix: that of its most specific name. A name with the layer is more specific than
+        one with the part.
+        """
         names = (kind, layer, part), (kind, layer, ""), (kind, None, part), (kind, None, "")
         formats = (self._by_name.get(matrix_name(*name)) for name in names)
         return next((stored for stored in formats if stored is not None), self.plain)
 
     def formats_of(self, kind: MatrixKind) -> tuple[RowFormat, ...]:
-        """The formats that a kind's matrices have in any layer or part, the kind's general one first."""
+        """The formats that matrices of a kind have in any layer or part. The general format comes first."""
         named = (stored for name, stored in self.formats if kind in name.split("."))
         return tuple(dict.fromkeys((self.of(kind), *named)))
 
     def layer_formats(self, layer: int) -> tuple[tuple[str, RowFormat], ...]:
-        """The formats that are named for a layer, by name without the layer."""
+        """The formats that are set for one layer, each with its name without the layer."""
         prefix = f"layers.{layer}."
         return tuple(
             (name.removeprefix(prefix), stored) for name, stored in self.formats if name.startswith(prefix)
@@ -196,7 +201,7 @@ class QuantConfig:
         return dict(self.formats)
 
     def head(self, tied: bool) -> RowFormat:
-        """The format of the output head. tied: whether it is the embedding."""
+        """The format of the output head. tied: whether the head is the embedding table."""
         return self.of("embedding" if tied else "head")
 
     @property
@@ -484,7 +489,7 @@ class SamplingConfig:
 
     @property
     def is_random(self) -> bool:
-        """True if tokens are drawn by chance, so that the seed matters."""
+        """True if tokens are drawn at random, so that the seed matters."""
         return self.temperature > 0.0
 
     @property
@@ -494,11 +499,11 @@ class SamplingConfig:
 
     @property
     def penalises(self) -> bool:
-        """True if logits depend on earlier tokens by any penalty."""
+        """True if logits depend on earlier tokens by some penalty."""
         return self.repeat_last_n != 0 and (self.repetition_penalty != 1.0 or self.counts_tokens)
 
     def seeded(self) -> SamplingConfig:
-        """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
+        """This config with a seed: if it samples at random and has none, one below 2^32 drawn at random."""
         if self.seed is not None or not self.is_random:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(4)))

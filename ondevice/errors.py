@@ -58,7 +58,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 class StartAgainError(Exception):
-    """A command has converted its model and is to start again, to free the conversion's memory."""
+    """Raised when a command has converted its model and must start again, to free the conversion's memory."""
 
 
 class UsageError(OndeviceError, ValueError):
@@ -103,7 +103,7 @@ class UnsupportedModelError(OndeviceError):
 class ContextOverflowError(OndeviceError):
     """The prompt alone is longer than the context.
 
-    `tokens` counts the prompt's tokens, as far as it was read; `limit` is the context's. 0: unknown.
+    `tokens` is the number of the prompt's tokens that were read, `limit` that of the context; 0 if unknown.
     """
 
     exit_code = 4
@@ -165,13 +165,13 @@ NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 def reading_failed(error: OSError, otherwise: OndeviceError) -> OndeviceError:
     """The error to raise for a file that can't be read.
 
-    It is `otherwise`, or `descriptor_refused(error)` if no file descriptor is left.
+    It is `descriptor_refused(error)` if no file descriptor is left, otherwise `otherwise`.
     """
     return descriptor_refused(error) if error.errno in NO_DESCRIPTOR else otherwise
 
 
 def descriptor_refused(error: OSError) -> OndeviceError:
-    """The error to raise for NO_DESCRIPTOR: no more files can be opened."""
+    """The error to raise if the system refuses to open another file (NO_DESCRIPTOR)."""
     named = f" for {error.filename}" if error.filename else ""
     return OndeviceError(
         f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
@@ -197,7 +197,7 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turn the system's refusal of memory or file descriptors into OndeviceError."""
+    """A context that turns the system's refusal of memory or file descriptors into OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:
@@ -220,11 +220,7 @@ def json_fault(error: Exception) -> str:
 
 
 class LibraryErrors:
-    """A context in which what a library raises on bad input becomes an error of this package.
-
-    Libraries raise plain Exception, and for failed checks in Rust a PanicException, which derives from
-    BaseException and can't be imported. It is recognised by name.
-    """
+    """A context in which exceptions of a library about bad input become errors of this package."""
 
     def __init__(self, error_of: Callable[[str], OndeviceError]) -> None:
         """error_of: makes the error for a library's message."""

@@ -45,15 +45,15 @@ T = TypeVar("T")
 class Event:
     """One step of a generation: a token and the text it completed. The last event says how it ended.
 
-    `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
+    `text` may be empty, since bytes of an unfinished character and beginnings of a stop string are held back.
     `thinking`: whether the text is what the model thinks before its reply in a conversation.
-    `tool_call`: a complete call of a tool; its event has no text. `call_part`: a part of an incomplete call,
-    where its arguments are JSON. In a conversation an event may have no token, as one token can complete
-    several things.
+    `tool_call`: a complete call of a tool; its event has no text. `call_part`: a part of an incomplete call
+    whose arguments are JSON. In a conversation an event may have no token, as one token can complete several
+    things.
     `logprob` and `top_logprobs` are as `log_probabilities` gives them, if `top_logprobs` is set.
-    `held`: how many of the newest tokens have shown nothing of their text yet, as it may begin a stop string;
-    of the last event, how many follow the beginning of a stop string.
-    `prompt`: of the first event, the prompt's tokens, unless the first event is also the last.
+    `held`: how many of the newest tokens have no text shown yet, because it may begin a stop string; in the
+    last event, how many tokens follow the beginning of a stop string.
+    `prompt`: in the first event, the prompt's tokens, unless the first event is also the last.
     The last event has no token. It has the rest of the text, `finish_reason` and `stats`, and `stop` is the
     stop string that ended the text, if one did.
     """
@@ -86,9 +86,9 @@ class Generator:
 
     `eos_ids` end a text and don't belong to it. Without a tokenizer, events have token ids and no text.
     `before_pass` runs before every forward pass and may change how much memory the model has. `restore`
-    extends a cache that holds a prefix of tokens by what is stored elsewhere, and yields between two pieces.
-    Up to `most_texts` texts share passes of at most `equal_rows` rows, in which each text keeps its bits;
-    `pass_seconds` bounds the share of prompts. Stats have the text fields of `labels`.
+    extends a cache that holds a prefix of tokens by stored keys and values, and yields between two pieces. Up
+    to `most_texts` texts share passes of at most `equal_rows` rows, in which each text keeps its bits;
+    `pass_seconds` limits how much of a pass prompts take. Stats get the text fields of `labels`.
     """
 
     transformer: Transformer
@@ -130,14 +130,14 @@ class Generator:
 
     @cached_property
     def passes(self) -> SharedPasses:
-        """Runs the passes that `steps` need."""
+        """The object that runs the passes which `steps` yields."""
         most_rows = max(self.prefill_chunk, self.most_texts)
         draft = None if self.drafting is None else partial(_drafted, self.drafting)
         parts = self.transformer, self.before_pass
         return SharedPasses(*parts, most_rows, draft, self.equal_rows, self.pass_seconds)
 
     def answered(self, steps: Steps[None]) -> Iterator[Event]:
-        """The events of one text that shares no passes."""
+        """Yields the events of one text, with passes that no other text shares."""
         try:
             while True:
                 item = next(steps)
@@ -150,7 +150,7 @@ class Generator:
             steps.close()
 
     def _after(self, request: PassRequest, steps: Steps[None]) -> Event | PassRequest:
-        """The next item of `steps` after a pass. The pass's result is free before the next pass runs."""
+        """The next item of `steps`, after a pass for it. The pass's result is freed before the next pass."""
         result = self.passes.alone(request)
         if isinstance(result, Exception):
             return steps.throw(result)
@@ -164,7 +164,7 @@ class Generator:
         cancelled: IsCancelled | None = None,
         constrained: Constrained | None = None,
     ) -> Steps[None]:
-        """`stream`, where the caller runs the passes, so that texts can share them.
+        """The steps of `stream`. The caller runs the passes that they yield, so that texts can share them.
 
         `cancelled()` is checked before every pass, and within passes that aren't shared.
         """
@@ -282,7 +282,7 @@ class Generator:
             self._observe(generation, PassOutcome(verified, path, output, answer.seconds, ended, drawing))
 
     def _drafted_text(self, generation: _Generation) -> DraftedText | None:
-        """What the drafters know of the text; None if nothing drafts."""
+        """The text as the drafters know it; None if nothing drafts."""
         if generation.drafted is None and self.drafting is not None:
             settings = (generation.sampling, generation.constrained, generation.prompt_tokens)
             generation.drafted = self.drafting.begin(generation.history, *settings)
@@ -312,7 +312,7 @@ class Generator:
     def _draw(
         self, generation: _Generation, logits: Float32, meter: Meter, text: DraftedText | None
     ) -> int | None:
-        """Draw the text's next token, add it and return it; None if the text ends or has to wait."""
+        """Draw the text's next token, add it and return it. Returns None if the text ends or has to wait."""
         constrained, history = generation.constrained, generation.history
         if constrained is not None and not constrained.is_ready():
             generation.waiting = logits.copy()
@@ -334,9 +334,9 @@ class Generator:
     def _catch_up(
         self, generation: _Generation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[None]:
-        """Follow a text's constraint anew if shared limits ended its matcher, then draw the waiting token.
+        """Follow a text's constraint again if shared limits stopped its matcher, then draw the waiting token.
 
-        Earlier tokens are handed out first, as this takes several passes of other texts.
+        Events of earlier tokens are yielded first, since this takes as long as several passes of other texts.
         """
         if generation.constrained is None or not generation.constrained.lags:
             return
@@ -352,7 +352,7 @@ class Generator:
     def _prefill(
         self, generation: _Generation, kv: SequenceState, meter: Meter, cancelled: IsCancelled | None
     ) -> Steps[PassResult]:
-        """Run the tokens of a text that kv lacks. Returns the result of the last one.
+        """Run the tokens of a text that kv doesn't hold yet. Returns the result of the last pass.
 
         The last token always runs, because its result isn't stored. Chunks done before a cancellation stay.
         """
@@ -380,9 +380,9 @@ class Generator:
             del result
 
     def _end_of_pass(self, start: int, prompt_tokens: int) -> int:
-        """Last position, exclusive, of a pass that begins at `start`.
+        """The end position, exclusive, of a pass that begins at `start`.
 
-        Where results depend on the number of rows, tokens after the prompt run in few rows, as in decoding.
+        If results depend on the number of rows, tokens after the prompt run in few rows, as in decoding.
         """
         stop = start + self.prefill_chunk
         if self.prefill_chunk <= self.equal_rows:
@@ -391,7 +391,7 @@ class Generator:
 
 
 def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> list[Drafted | Cancelled]:
-    """The token and draft of each text in a pass, of at most `rows` rows together."""
+    """The token and the draft of each text in a pass. Together they have at most `rows` rows."""
     drafts: list[Drafted | Cancelled] = []
     draft_requests = [request.draft_request for request in requests]
     for draft, (text, *_) in zip(drafting.propose(draft_requests, rows), draft_requests, strict=True):
@@ -405,7 +405,7 @@ def _drafted(drafting: Drafting, requests: Sequence[PassRequest], rows: int) -> 
 
 
 def watched(steps: Steps[None], see: Callable[[Any], None], kind: type = Event) -> Steps[None]:
-    """`steps`, with `see` called for every item of this kind before it is handed out."""
+    """Yields the items of `steps`, after calling `see` with each item of type `kind`."""
     answer: PassResult | None = None
     error: OndeviceError | Cancelled | None = None
     with closing(steps):
@@ -424,7 +424,7 @@ def watched(steps: Steps[None], see: Callable[[Any], None], kind: type = Event) 
 
 
 def require_one(text: str | None, tokens: Iterable[int] | None) -> None:
-    """Raises UsageError if both or neither are given, or if the text isn't a str."""
+    """Check that exactly one of the two is given, and that the text is a str. Raises UsageError if not."""
     if (text is None) == (tokens is None):
         raise UsageError("give either a text or tokens")
     if text is not None and not isinstance(text, str):
@@ -440,7 +440,7 @@ def token_ids(tokens: Iterable[int]) -> list[int]:
 
 
 def token_stream(tokens: Iterable[int]) -> Iterator[int]:
-    """`token_ids`, lazily: each token is converted when it is taken."""
+    """Yields the tokens as `token_ids` converts them, each when it is needed."""
     try:
         for token in tokens:
             yield operator.index(token)
@@ -449,7 +449,7 @@ def token_stream(tokens: Iterable[int]) -> Iterator[int]:
 
 
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:
-    """Raises UsageError for an empty prompt, ContextOverflowError if it doesn't fit max_context.
+    """Check a prompt's length. Raises UsageError if it is 0, ContextOverflowError if it exceeds max_context.
 
     limit: the model's longest context, for the message. wanted: tokens that must fit after the prompt.
     """
@@ -469,7 +469,7 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
 
 
 def check_context(tokens: int, max_context: int) -> None:
-    """Raises ContextOverflowError if there are more tokens to score than the context holds."""
+    """Check a number of tokens to score. Raises ContextOverflowError if the context can't hold them."""
     if tokens > max_context:
         raise ContextOverflowError(
             f"{tokens} tokens don't fit the context of {max_context}; score the text in shorter pieces or "
@@ -478,9 +478,9 @@ def check_context(tokens: int, max_context: int) -> None:
 
 
 class _Logits:
-    """Logits after the nodes of a pass's draft, computed when they are needed.
+    """Logits after each node of a pass's draft, computed when they are needed.
 
-    The head is a large matrix, so one product also covers the nodes that are likely to be needed next.
+    The head is a large matrix, so one product also covers nodes that will probably be needed next.
     """
 
     def __init__(
@@ -531,14 +531,14 @@ class _Text:
         return self.matcher.add(self._detokenizer.add(token)), self.matcher.stopped
 
     def finish(self) -> str:
-        """The rest of the text, which was held back as later tokens could change it."""
+        """The remaining text, which was held back because later tokens could have changed it."""
         if self._detokenizer is None:
             return ""
         return self.matcher.add(self._detokenizer.finish()) + self.matcher.finish()
 
 
 class _Generation:
-    """The text being generated: its tokens, their events, and whether and why it has ended."""
+    """A text that is being generated: its tokens, their events, and whether and why it has ended."""
 
     def __init__(
         self,
@@ -590,7 +590,7 @@ class _Generation:
         self.ended = stopped or self.room == 0
 
     def events(self, meter: Meter) -> Iterator[Event]:
-        """Yields the events since the last call. Their reader's time isn't measured."""
+        """Yields the events since the last call. The time that their reader takes isn't measured."""
         events, self._events = self._events, []
         if events and self.prompt is not None:
             events[0], self.prompt = replace(events[0], prompt=self.prompt), None

@@ -27,7 +27,7 @@ def sha256_hex(data: bytes) -> str:
 
 
 def sha256_of(nbytes: int) -> _Hash:
-    """An empty SHA-256, to which `nbytes` bytes will be added."""
+    """A new SHA-256, to which `nbytes` bytes will be added."""
     if nbytes > SLOW_BYTES:
         from hashlib import sha256 as openssl_sha256
 

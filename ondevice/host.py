@@ -88,12 +88,12 @@ class Host:
         return ChatTemplate.load(source, text_tokenizer(self._resolved), runtime.day)
 
     def chat_ids(self, messages: Sequence[Message], options: PromptOptions = PLAIN) -> list[int]:
-        """Token ids of a transcript, up to where the model's next turn begins."""
+        """Token ids of a conversation, up to where the model's next turn begins."""
         tokenizer = text_tokenizer(self._resolved)
         return self.chat_template.encode(messages, tokenizer, options=options, most=self.plan.max_context)
 
     def new_key(self) -> int:
-        """A fresh integer that will identify a key/value cache; the cache doesn't exist yet."""
+        """A new integer to identify a key/value cache. The cache itself is created later."""
         return next(self._keys)
 
     def copy_cache(self, source: int, target: int) -> None:
@@ -101,17 +101,17 @@ class Host:
         self.owner.call(lambda: self.engine.fork(source, target))
 
     def save_state(self, key: int, folder: Path) -> None:
-        """Write the state of the cache of `key` to a folder, as far as the disk has room."""
+        """Write the key/value cache `key` to a folder, as far as the disk has room."""
         self._run_jointly(partial(self.engine.save_state, key, folder))
 
     def load_state(self, key: int, messages: Sequence[Message], folder: Path) -> None:
-        """Read what a folder has of a transcript's state into the cache of `key`."""
+        """Read what a folder has stored of a conversation's keys and values into the cache `key`."""
         self._run_jointly(partial(self.engine.load_state, key, self.chat_ids(messages), folder))
 
     def retire(self, key: int, keep: bool = False) -> None:
         """Free the cache of `key` before the next piece of work. Safe to call during garbage collection.
 
-        keep: leave it as a prefix for other texts, as far as memory allows.
+        keep: whether to leave it as a prefix for other texts instead, as far as memory allows.
         """
         self.engine.kv.retired.put((key, keep))
 
@@ -134,7 +134,8 @@ class Host:
         """Events of a generation that continues `ids` with the key/value cache of `key`.
 
         A `key` of None uses a new cache. gate: tells which parts obey the constraint; None: all of the text.
-        keep: whether a new cache begins with what other texts left of `ids`, and is left for others.
+        keep: whether a new cache begins with keys and values that other texts left for a prefix of `ids`, and
+        is left for others.
 
         Raises ConstraintError, and BudgetError if the budget has no room for constraints.
         """
@@ -166,8 +167,8 @@ class Host:
     def _constraining(self, sampling: SamplingConfig, gate: Gate | None) -> Callable[[], Constrained] | None:
         """A function that makes the `Constrained` of a new text; None without a constraint.
 
-        It is called when the text begins, because each waiting text would hold a grammar. The grammar is read
-        here, which may take a second, and mostly stays in memory until then.
+        The function is called when the text begins, so that waiting texts hold no grammar. The grammar is
+        read once here, which may take a second; usually it is still in memory when the text begins.
 
         gate: as in `stream_ids`. Raises what that raises.
         """
@@ -195,7 +196,7 @@ class Host:
         self._finalizer()
 
     def _run_jointly(self, steps: Callable[[IsCancelled], Iterator[PassRequest]]) -> None:
-        """Run work without events between the passes of texts."""
+        """Run work in passes that texts share. It yields no events."""
         for _ in self.owner.stream(steps, joint=True):
             pass
 
@@ -216,7 +217,7 @@ class Host:
         return work
 
     def _load_grammars(self) -> Grammars:
-        """The model's grammars. Takes room for them in the budget."""
+        """The model's grammars. Reserves memory for them in the budget."""
         require_package()
         tokenizer, rows = text_tokenizer(self._resolved), self._resolved.bundle.config.vocab_size
         runtime = self._resolved.runtime
@@ -242,7 +243,7 @@ class _PromptWatch:
         self._begun_seconds = 0.0
 
     def see(self, request: PassRequest) -> None:
-        """Report the progress at a pass."""
+        """Report how much of the prompt has been read, when a pass is requested."""
         if not request.unread:
             return
         if self._reused_tokens < 0:

@@ -11,7 +11,9 @@ from ondevice.stats import GenerationStats, RankStats, per_second
 
 @dataclass(frozen=True)
 class Counters:
-    """Running totals of an engine. A generation reports how much each rose, and the peak itself."""
+    """Running totals of an engine. A generation reports how much each rose; only the peak is reported as it
+    is.
+    """
 
     flash_bytes_read: int = 0
     flash_read_seconds: float = 0.0
@@ -51,7 +53,7 @@ class Meter:
         return time.perf_counter() - self._started
 
     def pause(self) -> None:
-        """Stop the clock: the consumer has the event now."""
+        """Stop the clock, because the consumer now has the event."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:

@@ -84,7 +84,7 @@ def _comparisons(cls: type, frozen: bool) -> dict[str, Callable[..., Any] | None
 
 
 def _refusals(cls: Any) -> dict[str, Callable[..., None]]:
-    """Methods that refuse to change a field, or anything of an object of exactly this class."""
+    """Methods that raise if a field changes, or anything of an object of exactly this class."""
     names = {it.name for it in dataclasses.fields(cls)}
 
     def assign(self: Any, name: str, value: object) -> None:

@@ -64,7 +64,7 @@ def gather(events: Iterable[Event]) -> Response:
 class LastStats:
     """Stats of the generation that finished last.
 
-    The owner thread notes them, because the consumer's iterator may be gone by then.
+    The owner thread records them, because the consumer's iterator may be gone when the generation ends.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,10 @@ class LastStats:
         """Set once the last abandoned generation has ended."""
 
     def get(self) -> GenerationStats:
-        """The stats. Waits for a generation whose iterator was closed while it ran; it ends soon."""
+        """The stats of the generation that finished last.
+
+        If a generation's iterator was closed while it ran, waits for that generation, which ends soon.
+        """
         if self._stopping is not None:
             self._stopping.wait()
         return self._stats
@@ -84,7 +87,9 @@ class LastStats:
 
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
-        """A context whose value is `work`, wrapped to note its stats. Leave it once nothing consumes them."""
+        """A context whose value is `work`, wrapped so that its stats are recorded. Leave it when nothing
+        consumes the work.
+        """
         begun, ended = threading.Event(), threading.Event()
 
         def noting(cancelled: IsCancelled) -> Steps[None]:
@@ -102,7 +107,9 @@ class LastStats:
 
 
 def without_reuse(event: Event) -> Event:
-    """The event without reused tokens, for a prompt that was computed by other work of the same caller."""
+    """The event with a count of 0 reused tokens, for a prompt that the same caller has already
+    computed once.
+    """
     if event.prompt is not None:
         event = replace(event, prompt=replace(event.prompt, reused_tokens=0))
     if event.stats is not None:

@@ -43,7 +43,9 @@ _CHUNK = 1 << 13
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens that may be drawn: `token_ids` (N,) ascending, `scores` (N,) logits after temperature."""
+    """The tokens that may be drawn: `token_ids` (N,), ascending, and `scores` (N,), logits after
+    temperature.
+    """
 
     token_ids: TokenIds
     scores: Floats
@@ -245,18 +247,17 @@ def _adjust(
 def penalised_ids(
     config: SamplingConfig, history: Sequence[int] | npt.NDArray[np.integer], prompt_tokens: int
 ) -> tuple[Sequence[int] | npt.NDArray[np.integer], int]:
-    """The newest ids of `history` that penalties look at, and how many of them are the prompt's.
+    """The newest ids of `history` that penalties look at, and how many of them belong to the prompt.
 
-    prompt_tokens: number of first ids of `history` that are the prompt's.
+    prompt_tokens: number of first ids of `history` that belong to the prompt.
     """
     older = 0 if config.repeat_last_n < 0 else max(0, len(history) - config.repeat_last_n)
     return (history[older:], max(0, prompt_tokens - older)) if older else (history, prompt_tokens)
 
 
 def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenIds, npt.NDArray[np.float32]]:
-    """Distinct ids (N,) of the text after the prompt, ascending, and what each one's logit loses (N,).
-
-    generated: ids in any order. A token that occurs n times loses `n * frequency_penalty + presence_penalty`.
+    """The distinct ids (N,) of the text after the prompt, ascending, and how much each one's logit is
+    reduced, (N,).
     """
     ids, counts = np.unique(generated, return_counts=True)
     return ids, (counts * config.frequency_penalty + config.presence_penalty).astype(np.float32)
@@ -289,7 +290,7 @@ def _unusable(scores: npt.NDArray[np.float32] | Floats) -> OndeviceError:
 
 
 def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:
-    """Mask of the `count` largest values, ties to the lower index."""
+    """A mask of the `count` largest values. Among equal values, those with lower indices come first."""
     # Many equal values, as those that a filter left out, make a partition ten times slower.
     finite, cut = values[values > -np.inf], -np.inf
     if count <= finite.size:
@@ -383,7 +384,9 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
-        """Take more text, and return the text now known to precede any stop string; empty once `stopped`."""
+        """Take more text. Returns the text that is now known to precede any stop string; empty once
+        `stopped`.
+        """
         if self.stopped:
             return ""
         if not self._stops:
@@ -404,7 +407,7 @@ class StopMatcher:
         return ready
 
     def finish(self) -> str:
-        """The text still held back when the text ends without a stop string."""
+        """The text that is still held back, when the text ends without a stop string."""
         ready, self._held = self._held, ""
         if not self.stopped:
             self._begins.clear()
@@ -412,11 +415,11 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Number of the newest pieces of which nothing has been returned."""
+        """Number of the newest pieces of text of which nothing has been returned yet."""
         return len(self._begins)
 
     def _first_match(self) -> int | None:
-        """Start of the match that ends first in the held text."""
+        """The start of the match that ends first in the held text, or None."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if not matches:
             return None
@@ -425,7 +428,7 @@ class StopMatcher:
         return start
 
     def _prefix_length(self) -> int:
-        """Length of the longest suffix of the held text that is the beginning of a stop string."""
+        """The length of the longest end of the held text that is the beginning of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

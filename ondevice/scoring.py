@@ -1,6 +1,6 @@
-"""Perplexity and benchmarks: scoring windows, tallies, benchmark prompts and reports of medians.
+"""Perplexity and benchmarks: pieces of text to score, tallies, benchmark prompts and reports of medians.
 
-Pure functions over token ids, logits and stats. Running the model is the caller's work.
+Pure functions over token ids, logits and stats. The caller runs the model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ondevice.units import memory_total, usable_cores
 
 @dataclass(frozen=True)
 class Score:
-    """Mean negative log-likelihood (nats) of `tokens` predicted tokens, and its exponential."""
+    """The mean negative log-likelihood, in nats, of `tokens` predicted tokens, and its exponential."""
 
     perplexity: float
     nll_per_token: float
     tokens: int
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """For JSON, which has no infinity: a value that isn't finite becomes None."""
+        """The score as an object for JSON, which has no infinity: a value that isn't finite becomes None."""
         return {
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
             "nll_per_token": self.nll_per_token if math.isfinite(self.nll_per_token) else None,
@@ -40,10 +40,7 @@ class Score:
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability after the tokens before it, and the likeliest tokens with theirs.
-
-    Natural logarithms, as `log_probabilities` has them.
-    """
+    """The log-probability of a token after the tokens before it, and the likeliest tokens with theirs."""
 
     token: int
     logprob: float
@@ -69,7 +66,7 @@ class Tally:
         self.tokens += len(targets)
 
     def score(self) -> Score:
-        """The score so far. Needs one token or more."""
+        """The score so far. There must be at least one token."""
         mean = self.nll / self.tokens
         return Score(math.exp(mean) if mean < 700.0 else math.inf, mean, self.tokens)
 
@@ -100,11 +97,7 @@ def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator
 
 
 def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[list[int]]:
-    """The pieces of a text on which a model is scored.
-
-    Raises UsageError, when the first piece is taken, if there is none. Raises BudgetError at once if the
-    budget has shortened the context, because perplexity depends on it.
-    """
+    """Yields the pieces of a text on which a model is scored."""
     resolved.require_default_context()
     settings = resolved.bundle.manifest.tokenizer
     return windows(tokens, resolved.plan.max_context, settings.bos_id if settings.add_bos else None)

@@ -41,7 +41,7 @@ from ondevice.converters.architectures.experts import (
     with_experts,
 )
 from ondevice.converters.architectures.glm4_moe import NAMES
-from ondevice.converters.architectures.layers_ahead import layer_behind_last, notes_of_layers_ahead
+from ondevice.converters.architectures.layers_ahead import layer_after_last, notes_of_layers_ahead
 from ondevice.converters.architectures.rotary import read_rope, read_score_magnitude
 from ondevice.converters.architectures.tensors import LayerNames
 from ondevice.converters.checkpoints.views import HeadsTransposed, RowsOf
@@ -102,8 +102,8 @@ def _read(
     config = _with_experts(reader, config, read_experts(reader), dense_layers)
     ahead = max(reader.integer(key, 0) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     adapt = partial(_adapt, latent, interleaved)
-    behind = partial(layer_behind_last, config=config, adapt=adapt)
-    return Description(config, partial(adapt, config), notes_of_layers_ahead(ahead), behind)
+    ahead_layer = partial(layer_after_last, config=config, adapt=adapt)
+    return Description(config, partial(adapt, config), notes_of_layers_ahead(ahead), ahead_layer)
 
 
 def _read_latent(reader: ConfigReader, defaults: LatentSpec) -> LatentSpec:

@@ -85,7 +85,7 @@ def _read(reader: ConfigReader) -> Description:
                 window=window if kind == "sliding_attention" else 0,
                 keys_of=owner,
             ),
-            replace(feed_forward, cutoff=cutoff, neurons=own_neurons(count, sizes)),
+            replace(feed_forward, cutoff=cutoff, neurons=neurons_if_different(count, sizes)),
             "both",
             laurel_rank=rank,
         )
@@ -147,7 +147,7 @@ def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
     return sizes, neurons if len(neurons) > 1 else neurons * sizes.num_layers
 
 
-def own_neurons(count: int, sizes: Sizes) -> int | None:
+def neurons_if_different(count: int, sizes: Sizes) -> int | None:
     """A layer's number of neurons, `count`; None if it is the model's."""
     return None if count == sizes.intermediate_size else count
 

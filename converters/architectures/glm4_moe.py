@@ -27,7 +27,7 @@ from ondevice.converters.architectures.experts import (
     read_training_keys,
     with_experts,
 )
-from ondevice.converters.architectures.layers_ahead import layer_behind_last, notes_of_layers_ahead
+from ondevice.converters.architectures.layers_ahead import layer_after_last, notes_of_layers_ahead
 from ondevice.converters.architectures.rotary import read_rope
 from ondevice.model_config import AttentionSpec, ExpertsSpec, ModelConfig, NormSpec
 
@@ -65,8 +65,8 @@ def _read(reader: ConfigReader) -> Description:
     dense = reader.integer("first_k_dense_replace", 1)
     ahead = reader.integer("num_nextn_predict_layers", 0)
     config = with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)], shared)
-    behind = partial(layer_behind_last, config=config, adapt=_adapt)
-    return Description(config, partial(_adapt, config), notes_of_layers_ahead(ahead), behind)
+    ahead_layer = partial(layer_after_last, config=config, adapt=_adapt)
+    return Description(config, partial(_adapt, config), notes_of_layers_ahead(ahead), ahead_layer)
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:

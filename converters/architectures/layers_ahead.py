@@ -50,7 +50,7 @@ def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
     return (NOTE,) if count == 1 else ("the layers that predict tokens ahead are left out",)
 
 
-def layer_behind_last(
+def layer_after_last(
     tensors: Tensors, config: ModelConfig, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
     """The layer `model.layers.N` after the N layers of `config`, as a one-layer model, and its tensors by the
@@ -76,7 +76,7 @@ def layer_behind_last(
 def first_of_several(
     tensors: Tensors, config: ModelConfig, prefix: str, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
-    """Layer 0 of those whose names begin with `prefix`, as in `layer_behind_last`. config: of that layer.
+    """Layer 0 of those whose names begin with `prefix`, as in `layer_after_last`. config: of that layer.
 
     Raises CheckpointError for a folder without it or a part of it.
     """

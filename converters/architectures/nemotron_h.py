@@ -1,5 +1,5 @@
 """Nemotron-H: blocks one after the other, each a Mamba-2 mixer, attention without rotary embedding, a dense
-feed-forward or experts. A mixer or attention, and the feed-forward behind it, are one layer here.
+feed-forward or experts. A mixer or attention, and the feed-forward following it, are one layer here.
 
 Feed-forwards are ungated. `transformers` holds time steps of prompts above `time_step_min`, a key of how
 models are first made; the models' authors, and `transformers` itself token by token, don't.
@@ -115,9 +115,9 @@ def _read(reader: ConfigReader) -> Description:
     mixer, attention = _read_mixer(reader), AttentionSpec(score_scale(sizes.head_dim))
     activation = read_activation(reader, "mlp_hidden_act", "relu2")
     specs = []
-    for block, behind in layers:
+    for block, following in layers:
         recurrent = kinds[block] == "linear_attention"
-        feed_forward = FeedForwardSpec(activation, gated=False, neurons=0 if behind is None else None)
+        feed_forward = FeedForwardSpec(activation, gated=False, neurons=0 if following is None else None)
         specs.append(
             LayerSpec(
                 NO_ATTENTION if recurrent else attention, feed_forward, mamba2=mixer if recurrent else None
@@ -136,7 +136,7 @@ def _read(reader: ConfigReader) -> Description:
         tie_embeddings=reader.boolean("tie_word_embeddings", False),
     )
     config = _with_experts(
-        reader, config, [behind is not None and kinds[behind] == "moe" for _, behind in layers]
+        reader, config, [following is not None and kinds[following] == "moe" for _, following in layers]
     )
     # Layers that predict tokens ahead, of which there are none.
     reader.only("num_nextn_predict_layers", 0)
@@ -242,10 +242,10 @@ def _adapt(tensors: Tensors, config: ModelConfig, kinds: Sequence[str], layers: 
 def _by_layer(tensors: Tensors, kinds: Sequence[str], layers: Sequence[Layer]) -> Tensors:
     """The tensors renamed by layer and kind of block. Others keep their names."""
     places = {}
-    for layer, (block, behind) in enumerate(layers):
+    for layer, (block, following) in enumerate(layers):
         places[block] = layer, "input_layernorm."
-        if behind is not None:
-            places[behind] = layer, "post_attention_layernorm."
+        if following is not None:
+            places[following] = layer, "post_attention_layernorm."
     by_layer = {}
     for name, tensor in tensors.items():
         if (match := _BLOCK.fullmatch(name)) is not None and int(match[1]) in places:

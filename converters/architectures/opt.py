@@ -42,7 +42,7 @@ _NAMES = weights_and_biases(
     }
 )
 _PROJECTIONS = {f"model.{which}.weight": model_weight(which) for which in ("project_in", "project_out")}
-_NAMES_BEHIND = _NAMES | weights_and_biases(
+_NAMES_OF_OUTPUT_NORMS = _NAMES | weights_and_biases(
     {
         "self_attn_layer_norm": "attention_output_layernorm",
         "final_layer_norm": "feed_forward_output_layernorm",
@@ -100,7 +100,7 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
             )
         rows = np.arange(_FIRST_POSITION, _FIRST_POSITION + config.max_context)
         adapted[POSITIONS] = RowsOf(POSITIONS, table, rows)
-    names = _NAMES if config.layers[0].norms_input else _NAMES_BEHIND
+    names = _NAMES if config.layers[0].norms_input else _NAMES_OF_OUTPUT_NORMS
     return renamed(adapted, names)
 
 

@@ -51,7 +51,7 @@ def bpe_json(
 
 def byte_level(splitting: Splitting) -> dict[str, Any]:
     """The rules of byte-level BPE, as sections of a `tokenizer.json`."""
-    model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.whole_tokens}
+    model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.keeps_tokens}
     return {
         "normalizer": splitting.normalizer,
         "pre_tokenizer": splitting.pre_tokenizer,

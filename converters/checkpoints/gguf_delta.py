@@ -101,15 +101,15 @@ def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 def restored_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Qwen3-Next's tensors."""
-    return _restored(tensors, config, in_turn=False)
+    return _restored(tensors, config, interleaved=False)
 
 
-def restored_delta_in_turn(tensors: Tensors, config: ModelConfig) -> Tensors:
+def restored_interleaved_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
     """Qwen3.5's tensors, whose files store value heads in another order."""
-    return _restored(tensors, config, in_turn=True)
+    return _restored(tensors, config, interleaved=True)
 
 
-def _restored(tensors: Tensors, config: ModelConfig, in_turn: bool) -> Tensors:
+def _restored(tensors: Tensors, config: ModelConfig, interleaved: bool) -> Tensors:
     tensors = without_layers_ahead(tensors, config)
     delta = {name: it for name, it in tensors.items() if ".linear_attn." in name}
     rest = norms_shifted({name: it for name, it in tensors.items() if name not in delta}, -1.0)
@@ -118,7 +118,7 @@ def _restored(tensors: Tensors, config: ModelConfig, in_turn: bool) -> Tensors:
         if spec.delta is None:
             continue
         prefix = f"model.layers.{layer}.linear_attn."
-        if in_turn and spec.delta.value_heads != spec.delta.key_heads:
+        if interleaved and spec.delta.value_heads != spec.delta.key_heads:
             _with_heads_in_order(delta, prefix, spec.delta)
         if (decays := delta.get(f"{prefix}A_log")) is not None:
             delta[f"{prefix}A_log"] = DecayLogs(f"{prefix}A_log", decays)

@@ -32,7 +32,7 @@ from ondevice.converters.checkpoints.gguf_delta import (
     delta_expert_keys,
     delta_keys,
     restored_delta,
-    restored_delta_in_turn,
+    restored_interleaved_delta,
 )
 from ondevice.converters.checkpoints.gguf_experts import (
     expert_blocks,
@@ -465,7 +465,7 @@ GGUF_FAMILIES = {
         bias_key="",
         blocks=DELTA_NAMES,
         keys=delta_keys,
-        restore=restored_delta_in_turn,
+        restore=restored_interleaved_delta,
     ),
     "qwen35moe": _with_experts(
         "qwen3_5_moe_text",
@@ -473,7 +473,7 @@ GGUF_FAMILIES = {
         partial=True,
         bias_key="",
         blocks=DELTA_NAMES,
-        restore=restored_delta_in_turn,
+        restore=restored_interleaved_delta,
         all_experts=True,
     ),
     "lfm2": GgufFamily(

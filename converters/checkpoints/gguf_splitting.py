@@ -87,8 +87,8 @@ class Splitting:
         punctuation: whether runs of punctuation stand apart, which is decided first of all.
         digits: whether every digit stands alone, which is decided before the pattern.
         threes: whether numbers are cut into threes of digits, which is decided last, on bytes as spelt.
-        composes: whether text is brought to Unicode's form C first.
-        whole_tokens: whether a part that is a token is never merged from smaller ones.
+        composes: whether text is brought to Unicode's form C first. keeps_tokens: whether a part that is a
+            token is never merged from smaller ones.
         adds_bos: whether a text gets a BOS token if the file doesn't say.
     """
 
@@ -98,7 +98,7 @@ class Splitting:
     digits: bool = False
     threes: bool = False
     composes: bool = False
-    whole_tokens: bool = False
+    keeps_tokens: bool = False
     adds_bos: bool = False
 
     @property
@@ -131,8 +131,8 @@ def _split(pattern: str) -> dict[str, Any]:
 
 _GPT2 = Splitting()
 _SINGLE_DIGITS = Splitting(digits=True)
-_LLAMA_BPE = Splitting(_LLAMA3, whole_tokens=True, adds_bos=True)
-_GLM = Splitting(_LLAMA3, whole_tokens=True)
+_LLAMA_BPE = Splitting(_LLAMA3, keeps_tokens=True, adds_bos=True)
+_GLM = Splitting(_LLAMA3, keeps_tokens=True)
 _DEEPSEEK_V3 = Splitting(_DEEPSEEK3, (_THREES_FROM_LEFT, _CHINESE_OR_KANA))
 _BAILING = Splitting(
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -146,7 +146,7 @@ SPLITTINGS = {
     **dict.fromkeys(("mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"), _GPT2),
     "falcon": Splitting(punctuation=True, threes=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Splitting(_GPT_4O)),
-    "granite-embed-multi-97m": Splitting(_GPT_4O, whole_tokens=True),
+    "granite-embed-multi-97m": Splitting(_GPT_4O, keeps_tokens=True),
     "chatglm-bpe": Splitting(_LLAMA3),
     **dict.fromkeys(("glm4", "glm5"), _GLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1"), _LLAMA_BPE),
@@ -157,7 +157,7 @@ SPLITTINGS = {
         rf"|\s*[\r\n]+|{_FEWER_BLANKS}|\s{{1}}"
     ),
     "minicpm5": Splitting(
-        rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_REST}", (_THREES_FROM_LEFT,), whole_tokens=True
+        rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_REST}", (_THREES_FROM_LEFT,), keeps_tokens=True
     ),
     "qwen2": Splitting(_QWEN2, composes=True),
     "qwen35": Splitting(_QWEN35, composes=True),
@@ -192,8 +192,8 @@ SPLITTINGS = {
         ),
     ),
     "deepseek-coder": Splitting(r"\p{N}", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_OR_KOREAN)),
-    "youtu": Splitting(_YOUTU, (_YOUTU_SCRIPTS,), whole_tokens=True),
-    "tekken": Splitting(_TEKKEN, whole_tokens=True, adds_bos=True),
+    "youtu": Splitting(_YOUTU, (_YOUTU_SCRIPTS,), keeps_tokens=True),
+    "tekken": Splitting(_TEKKEN, keeps_tokens=True, adds_bos=True),
     "kimi-k2": Splitting(_KIMI_K2),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _AYA),
     "superbpe": Splitting(r"(?=(\d{3})+(?!\d))", (r"\p{N}+",)),

@@ -1,1 +1,1 @@
-"""The backends under the one forward pass: the op protocol (`base`) and its implementations."""
+"""The backends that run the forward pass: the protocol of their ops (`base`), and its implementations."""

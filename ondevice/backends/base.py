@@ -64,11 +64,15 @@ class KVStore(Protocol):
 
     @property
     def blocks(self) -> list[Block]:
-        """`Bytes` (block_bytes,), 64-byte aligned, writable; with room for every position given to an op."""
+        """The blocks in order: `Bytes` (block_bytes,), 64-byte aligned and writable, with room for every
+        position that an op reads or writes.
+        """
 
     @property
     def window_blocks(self) -> Sequence[Block]:
-        """The same of windowed layers, (window_block_bytes,); None where no window reaches."""
+        """The blocks of windowed layers, `Bytes` (window_block_bytes,); None for a block that no window
+        reaches.
+        """
         ...
 
     places: Any
@@ -110,13 +114,16 @@ class LinearSource(Protocol):
         """(rows,) or None."""
 
     def chunks(self) -> Iterator[RowChunk]:
-        """Yields every row once. Raises FlashReadError if the bytes don't match their checksum."""
+        """Yields the matrix's rows in chunks, each row once. Raises FlashReadError if bytes don't match their
+        checksum.
+        """
 
 
 class FeedForwardSource(Protocol):
-    """One layer's records on disk, in stored order: neurons, [gate row], [up row | down row], or slices.
+    """The records of one layer's neurons on disk, in stored order.
 
-    Records of an ungated feed-forward have no up row.
+    A record is [gate row], [up row | down column] of a neuron, without the up row in an ungated feed-forward,
+    or a slice of neighbouring neurons.
     """
 
     @property
@@ -137,7 +144,8 @@ class FeedForwardSource(Protocol):
         """The layer's experts; None if it has none."""
 
     def read(self, first: int, count: int) -> Bytes:
-        """The records of neurons first .. first + count, (n, stride); `first` is a record's first neuron.
+        """The records of neurons first .. first + count, (n, stride). Neuron `first` must be the first of a
+        record.
 
         Raises FlashReadError, and what `check_gates` raises.
         """
@@ -183,10 +191,10 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of queries and keys: of each head, or with `together` of all heads as one vector.
+    """The norms of queries and keys. Each head is normed alone, or with `together` all heads as one vector.
 
-    Weights and biases are (Dh,), shared by all heads, or (H * Dh,) and (KVH * Dh,).
-    k: None where a layer reads the keys of another. v: norm of each head's values, (Dh,), or None.
+    Weights and biases are (Dh,), shared by all heads, or (H * Dh,) and (KVH * Dh,). k: None where a layer
+    reads the keys of another. v: norm of each head's values, (Dh,), or None.
     """
 
     q: Norm
@@ -196,7 +204,7 @@ class HeadNorms(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Biases of a feed-forward: gates (F,) and output (D,); None without one."""
+    """The biases of a feed-forward: gates (F,) and output (D,). None where there is none."""
 
     gates: Vector | None = None
     output: Vector | None = None
@@ -206,7 +214,8 @@ NO_BIASES = Biases()
 
 
 class Router(NamedTuple):
-    """A layer's router: matrix (E, D), and choice_bias (E,), added to scores for the choice alone.
+    """A layer's router: its matrix (E, D), and choice_bias (E,), which is added to scores only when experts
+    are chosen.
 
     shared_gate: (1, D); the sigmoid of its product multiplies the dense feed-forward's output.
     apart: norms of experts that run parallel to the dense feed-forward; None where they share its norm.
@@ -219,7 +228,8 @@ class Router(NamedTuple):
 
 
 class ExpertNorms(NamedTuple):
-    """Norms of the router's input, the experts' input, the sum of their outputs, and the dense output.
+    """The norms of the router's input, of the experts' input, of the sum of their outputs, and of the dense
+    output.
 
     scales: (E,) factors of the experts' weights.
     """
@@ -298,16 +308,18 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         """
 
     def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> PlainLayers | None:
-        """What runs those of a model's layers that are plain, instead of ops; None: ops run them all."""
+        """An object that runs those layers of a model that are plain, in place of single ops. None if ops run
+        every layer.
+        """
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Prepare for a forward pass over `batch`."""
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Take the result of verifying the last pass's `batch`, which had draft tokens.
+        """Tell the backend which tokens of the last pass's `batch`, which had draft tokens, were accepted.
 
-        rows: rows of `batch` whose tokens are part of the text, ascending. Only these tokens may change what
-            is kept in memory.
+        rows: the accepted tokens' rows in `batch`, ascending. Only these tokens may change what is kept in
+        memory.
         """
 
     def embedding(self, table: Embedding, tokens: Int32) -> Array:
@@ -353,7 +365,7 @@ class Backend(LatentOps, RecurrentOps, Protocol):
             spec: the scale and cap of scores, and the window of positions that a query sees.
             norms: norms of queries and keys, or None.
             tree: the tree of the T tokens; None: a chain. Query t then sees what `tree.visible` says. On
-                `cpu` its result has the same bits as in a text that consists of its path.
+                `cpu` its result has the same bits as it has at the end of a text made of the query's path.
             sinks: (H,) attention-sink logits, or None.
 
         Returns (T, H * value width), in latent attention (T, H * rank).
@@ -444,7 +456,8 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         norm: Norm | None = None,
         added: Array | None = None,
     ) -> Array:
-        """dense(n) + sum(w_e * expert_e(n)) + added, (R, D), with n = norm(x). Called for layers in order.
+        """A mixture of experts, (R, D): dense(n) + sum(w_e * expert_e(n)) + added, with n = norm(x). Called
+        for layers in order.
 
         The sum is over a row's experts in ascending order. Each expert and the dense part, which may be
         missing, is computed as in `feed_forward`. With `router.apart` they have separate norms.

@@ -37,13 +37,15 @@ class BudgetedBackend(Backend, Protocol):
         """Memory for one block of keys and values, or for recurrent states. Raises MemoryError."""
 
     def new_arrays(self, layout: KVLayout) -> KVArrays | None:
-        """Empty arrays for a new cache's keys and values; None if they are in its blocks."""
+        """Empty arrays for the keys and values of a new cache. None if the backend keeps them in the cache's
+        blocks.
+        """
 
     def hold_embedding(self, resident: bool) -> None:
         """Hold the embedding table in memory, or free it and read its rows from flash."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Set the backend's limits to a budget."""
+        """Adapt the backend's memory limits to a budget in bytes."""
 
     def trim(self) -> None:
         """Free scratch memory, which the next pass allocates again. Invalidates all results of ops."""

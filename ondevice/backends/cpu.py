@@ -130,13 +130,17 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     def load_streamed(
         self, unit: int, stored: Sequence[FlashMatrix], bias: Float32 | None = None
     ) -> StreamedLinear:
-        """A matrix as of `load_tiles` that stays on flash and is read when it is needed."""
+        """A matrix like those of `load_tiles`, but one that stays on flash and is read each time it is
+        needed.
+        """
         linear = StreamedLinear(unit, stored, None if bias is None else self.load_vector(bias))
         self.streamed.append(linear)
         return linear
 
     def new_matrix(self, sections: list[tuple[int, RowFormat]], cols: int) -> _native.Matrix:
-        """An empty matrix to load into. sections: rows and format of each."""
+        """An empty matrix for weights to be loaded into. sections: the number of rows and the format of each
+        part.
+        """
         return _native.Matrix(sections, cols)
 
     def load_feed_forward(
@@ -167,7 +171,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
 
     @property
     def target(self) -> str:
-        """The instruction set that multiplies."""
+        """The instruction set that the kernels use."""
         return self.runner.target
 
     def allocate_block(self, nbytes: int) -> Bytes:
@@ -175,7 +179,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
-        """Keys and values are in blocks."""
+        """None: the cpu backend keeps keys and values in the cache's blocks."""
 
     def keep_to(self, budget_bytes: int) -> None:
         """Nothing to do: the kernels allocate nothing themselves."""
@@ -208,7 +212,9 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return out
 
     def _head_logits(self, x: Float32, head: StreamedHead, norm: Norm | None) -> Float32:
-        """`linear` of the output head, in memory of its own: callers keep logits while others are made."""
+        """Logits of the output head, like `linear`, in a new array: callers keep these logits while others
+        are computed.
+        """
         out, first = np.empty((len(x), head.rows), np.float32), 0
         # Units that don't stay in memory share it.
         together = [head.units] if head.is_held else [(unit,) for unit in head.units]
@@ -316,9 +322,11 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         added: Float32 | None = None,
         out: Float32 | None = None,
     ) -> Float32:
-        """`feed_forward` over every neuron, without a selector; in a layer with experts over the dense part.
+        """`feed_forward` over every neuron, without a selector. In a layer with experts, over the dense part
+        only.
 
-        Estimates, as of streams, use the resident neurons alone. out: (T, D), where the result goes.
+        Rows that are only estimates, such as streams, use the resident neurons alone. out: (T, D), receives
+        the result.
         """
         if isinstance(weight, CpuSlices):
             return self._sliced_feed_forward(x, weight, spec, batch, norm, added)
@@ -354,7 +362,8 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
     ) -> Float32:
         """`feed_forward` of a layer in slices, whose outputs are added in order.
 
-        Estimates, as of streams, use resident slices, and the high planes of others.
+        Rows that are only estimates, such as streams, use resident slices, and the resident high planes of
+        others.
         """
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
@@ -430,7 +439,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         batch: ForwardBatch,
         total: Float32,
     ) -> None:
-        """Add to total (T, D) the outputs of the experts of `routing` for x (T, D), the experts' input."""
+        """Adds to total (T, D) the outputs of the experts that `routing` chose, for their input x (T, D)."""
         assert spec.experts is not None
         # Outputs are added in the order of experts. Those of few rows are held until all have come.
         needs_expert_order = len(x) > HELD_ROWS

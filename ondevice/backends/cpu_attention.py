@@ -103,14 +103,16 @@ class CpuAttention(Protocol):
         return self._heads("linear heads", x.reshape(len(x), heads, -1), weight)
 
     def _heads(self, op: str, x: Float32, weight: Any) -> Float32:
-        """The product of each head with its block of rows, (T, N), for x (T, H, K)."""
+        """(T, N): each head of x (T, H, K) multiplied by the rows of the weight that belong to this head."""
         out = self._buffer(op, (len(x), weight.matrix.rows))
         weight.matrix.forward_heads(self.runner, np.ascontiguousarray(x.swapaxes(0, 1)), out)
         return out
 
 
 def block_addresses(kv: KVStore) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The address of every block, (blocks,), of layers that see all tokens, and of windowed ones; 0: none."""
+    """The addresses of all blocks, (blocks,): first of layers that see all tokens, then of windowed layers,
+    with 0 for a missing block.
+    """
     if kv.places is None:
         kv.places = (_addresses_of(kv.blocks), _addresses_of(kv.window_blocks))
     places: tuple[NDArray[np.uint64], NDArray[np.uint64]] = kv.places

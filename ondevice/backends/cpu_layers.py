@@ -29,11 +29,13 @@ def cpu_plain_layers(
     layers: Sequence[PlainWeights],
     buffer: Callable[[str, tuple[int, int]], Float32],
 ) -> CpuPlainLayers | None:
-    """The plain layers among all of a model's, whose weights are `layers`; None if there are none.
+    """An object that runs the plain ones among a model's layers, whose weights are `layers`. None if none is
+    plain.
 
-    A layer before one that prefetches, for which it computes an estimate, isn't among them.
+    A layer that comes before one with prefetching is left out, because it also computes the estimate for
+    that.
 
-    buffer: an output array of the backend's op, of this shape.
+    buffer: given an op's name and a shape, returns the backend's output array.
     """
     plain = [
         CpuPlainLayer(spec, weights, config.stored_heads(spec))
@@ -50,7 +52,7 @@ def cpu_plain_layers(
 
 
 def has_native_form(spec: LayerSpec, weights: PlainWeights) -> bool:
-    """Whether a layer has no other parts than `_native.PlainLayer`."""
+    """Whether a layer consists only of the parts that `_native.PlainLayer` has."""
     attend = spec.attention
     others = (attend.latent, attend.keys_of, spec.experts, spec.recurrent)
     return (
@@ -87,7 +89,9 @@ class CpuPlainLayer:
         return slices
 
     def in_memory(self) -> _native.PlainLayer | None:
-        """The native form, valid while the layer's matrices and slices are held; None if one is missing."""
+        """The layer's native form, valid while its matrices and slices stay in memory; None if one of them
+        isn't there.
+        """
         qkv, out, segments = self.qkv.held, self.out.held, self.slices.segments
         if qkv is None or out is None or len(segments) < self._num_segments:
             return None
@@ -134,8 +138,9 @@ class CpuPlainLayers:
     Args:
         runner: the kernels' threads and instruction set.
         layers: each layer, or None for one that isn't plain.
-        widths: of a row of projected queries, keys and values, and of a row of attention's output, at most.
-        buffer: an output array of the backend's op, of this shape.
+        widths: the largest width of a row of projected queries, keys and values, and that of a row of
+            attention's output.
+        buffer: given an op's name and a shape, returns the backend's output array.
     """
 
     def __init__(

@@ -23,16 +23,18 @@ class CpuLinear:
 
     @property
     def held(self) -> _native.Matrix:
-        """The matrix, as of `StreamedLinear`."""
+        """The packed matrix. It is always in memory, unlike that of a `StreamedLinear`."""
         return self.matrix
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
-        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols). Returns True."""
+        """Write the dequantised rows of token ids (T,) to out (T, padded_cols). Always returns True."""
         return _native.look_up(runner, [self.matrix], self.matrix.rows, tokens, out)
 
 
 class TilePlace(NamedTuple):
-    """Where tiles lie: the reader's file index, the first tile's offset, and bytes between two tiles."""
+    """Where a matrix's tiles lie: index of the file in the reader, offset of the first tile, bytes from one
+    tile to the next.
+    """
 
     file: int
     offset: int
@@ -57,14 +59,15 @@ class MatrixSource(Protocol):
 
 
 class NoMatrixSource:
-    """The source of matrices of a closed model, or before `sparsity` connects."""
+    """A source without matrices, used before `sparsity` connects one and after the model is closed."""
 
     def bring(self, unit: int) -> None:
         raise OndeviceError("the model's matrices were given back: it is closed")
 
 
 class StreamedLinear:
-    """A matrix whose rows are those of one or several stored ones, in order; bias: (N,) or None.
+    """A matrix that is read from flash: the rows of one or several stored matrices, in order. bias: (N,) or
+    None.
 
     unit: number of the group of matrices that are read together. held: the matrix while it is in memory.
     """
@@ -79,7 +82,9 @@ class StreamedLinear:
 
     @property
     def kind(self) -> tuple[tuple[tuple[int, RowFormat], ...], int]:
-        """Rows and format of each section, and columns: matrices of one kind share memory."""
+        """The rows and format of each section, and the number of columns. Matrices of the same kind share
+        memory.
+        """
         sections = tuple((it.matrix.rows, it.matrix.row.stored) for it in self.stored)
         return sections, self.stored[0].matrix.row.cols
 
@@ -109,10 +114,12 @@ class StreamedHead:
         return all(unit.held is not None for unit in self.units)
 
     def draft_head(self) -> StreamedHead:
-        """The units whose rows drafts are chosen from. Shares memory."""
+        """The units of the head whose rows are the tokens that drafts may use. Shares memory with this head."""
         return StreamedHead(self.units[: draft_head_units(len(self.units))])
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
-        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols); False if not held."""
+        """Write the dequantised rows of token ids (T,) to out (T, padded_cols). Returns False if the head
+        isn't in memory.
+        """
         held = [unit.held for unit in self.units]
         return _native.look_up(runner, held, self.units[0].rows, tokens, out)

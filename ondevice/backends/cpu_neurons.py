@@ -51,7 +51,9 @@ class CpuFeedForward(FeedForwardLayer):
         self._runner = runner
 
     def hold_all(self, read_bytes: int) -> None:
-        """Read all neurons into one resident segment, `read_bytes` bytes, or a block, at a time."""
+        """Read all neurons into one resident segment, about `read_bytes` bytes at a time, but at least a
+        block.
+        """
         (segment,), source = self.new_segments(1), self.source
         step = max(1, read_bytes // (source.layout.stride * BLOCK_NEURONS)) * BLOCK_NEURONS
         for first in range(0, source.num_neurons, step):
@@ -116,6 +118,6 @@ def native_matrices(
 
 
 def native_form(spec: FeedForwardSpec) -> Form:
-    """The arithmetic between gates and down projection, as the kernels take it."""
+    """The kernels' description of the arithmetic between the gates and the down projection."""
     index, relu_up = ACTIVATIONS.index(spec.activation), spec.up_activation == "relu"
     return index, spec.threshold, relu_up, spec.clamp, spec.slope

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def native_mixer(spec: Mamba2Spec) -> MixerSizes:
-    """A mixer's sizes and constants, as the kernels take them."""
+    """The kernels' description of a mixer's sizes and constants."""
     max_time = math.inf if spec.most_time is None else spec.most_time
     sizes = spec.groups, spec.heads, spec.state_width, spec.head_width
     factors = spec.time_factor, spec.gate_factor, spec.out_factor

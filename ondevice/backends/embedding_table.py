@@ -14,16 +14,18 @@ from ondevice.kernels import _native, memory
 
 
 class RowLookup(Protocol):
-    """An output head whose rows are the embedding's too."""
+    """An output head that has the same rows as the embedding table."""
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:
-        """Write the rows of token ids (T,), dequantised, to out (T, padded_cols); False if not held."""
+        """Write the dequantised rows of token ids (T,) to out (T, padded_cols). Returns False if the head
+        isn't in memory.
+        """
 
 
 class EmbeddingTable:
     """Rows of the table: read from flash for each pass, or copied from memory while it is resident.
 
-    head: an output head with the same rows, which are looked up there while they are held.
+    head: an output head with the same rows. While it is in memory, rows are looked up there.
     """
 
     def __init__(self, source: EmbeddingSource, head: RowLookup | None = None) -> None:
@@ -45,7 +47,7 @@ class EmbeddingTable:
         return records
 
     def rows(self, runner: _native.Runner, tokens: Int32) -> Float32:
-        """The rows of token ids (T,), dequantised: (T, hidden_size). Raises FlashReadError."""
+        """The dequantised rows of token ids (T,): (T, hidden_size). Raises FlashReadError."""
         layout, width = self.layout, self.hidden_size
         row = layout.row if isinstance(layout, TileLayout) else layout.parts[0][0]
         out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)

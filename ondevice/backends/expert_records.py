@@ -23,7 +23,9 @@ ROWS_AT_ONCE = 32
 
 @lru_cache
 def rows_layout(layout: ExpertLayout) -> ExpertLayout:
-    """The layout of an expert or a slice with its matrices in the formats of `rows_format`."""
+    """The layout of an expert, or of a slice, after its matrices are converted to the formats of
+    `rows_format`.
+    """
     return ExpertLayout(
         tuple(
             replace(matrix, row=RowLayout(matrix.row.cols, *rows_format(matrix.row.stored)))
@@ -42,7 +44,7 @@ class ExpertRecords:
         nbytes: bytes of one expert.
         count: number of experts.
         read_range: reads (file, offset, nbytes). Raises FlashReadError.
-        layout: of experts stored as matrices; None: each is a run of neuron records.
+        layout: the layout of experts stored as matrices. None if each expert is a run of neuron records.
     """
 
     file: int

@@ -1,4 +1,4 @@
-"""One layer's neurons in a backend under a budget: a resident prefix, and a source of the rest.
+"""One layer's neurons in a backend under a budget: the first ones resident, and a source of the rest.
 
 `sparsity` owns the memory and the reads, and moves neurons in and out.
 """
@@ -17,13 +17,15 @@ BLOCK_NEURONS = GROUP_SIZE
 
 
 class PieceMemory:
-    """Memory that pieces of neurons are read into, and when it may be overwritten."""
+    """The memory that pieces of neurons are read into. It also knows when this memory may be overwritten."""
 
     pieces_read = 0
     """Number of latest pieces that may still be in use when the next one is requested."""
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """(nbytes,) from a page boundary on, or None: reads use their buffers. Raises MemoryError."""
+        """Memory of (nbytes,), beginning at a page boundary. None if each read brings its buffer. Raises
+        MemoryError.
+        """
         return None
 
     def free(self) -> None:
@@ -31,19 +33,23 @@ class PieceMemory:
 
     @property
     def slot_allocator(self) -> Callable[[int], Bytes] | None:
-        """Allocates page-aligned (nbytes,) for experts, freed with the array; None: the native allocator."""
+        """A function that allocates (nbytes,) bytes for experts at a page boundary, freed with the array.
+        None if the native allocator does it.
+        """
         return None
 
     def take_pending(self) -> Any:
-        """The computations on pieces begun since the last call, for `wait`."""
+        """The computations on pieces that began since the last call, to be passed to `wait`."""
         return None
 
     def wait(self, pending: Any) -> None:
-        """Wait for these computations, after which their neurons may be overwritten."""
+        """Wait until these computations have ended. After that their neurons may be overwritten."""
 
 
 class FirstNeurons:
-    """`FeedForwardSource` of the first `count` neurons of another: the dense part of a layer with experts."""
+    """A `FeedForwardSource` of only the first `count` neurons of another: the dense part of a layer with
+    experts.
+    """
 
     def __init__(self, source: FeedForwardSource, count: int) -> None:
         self._source = source
@@ -93,7 +99,9 @@ class FeedForwardLayer:
         """Prepare an expert that has just been read to `address`. Raises MemoryError."""
 
     def hold_experts(self, wanted: bool) -> None:
-        """Hold all the layer's experts from its next pass on, if its backend can, or free them."""
+        """Hold all the layer's experts from its next pass on, if the backend can; with `wanted` False, free
+        them.
+        """
 
     @property
     def held_experts_bytes(self) -> int:
@@ -125,7 +133,7 @@ class FeedForwardLayer:
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
         """Pack the records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
 
-        A segment for a high plane takes the high plane alone.
-        Raises MemoryError, for the first records only; the segment then stays empty.
+        A segment made for a high plane takes the high plane alone. Only the first records of a segment can
+        raise MemoryError, and then it stays empty.
         """
         raise NotImplementedError

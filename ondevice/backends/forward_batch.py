@@ -37,13 +37,15 @@ class ForwardBatch:
         return [row for row in range(len(self.tokens)) if row not in drafted]
 
     def accepted(self, rows: Sequence[int]) -> list[int]:
-        """Indices into `drafted` of those of `rows` that are draft tokens."""
+        """The accepted draft tokens, as indices into `drafted`. rows: rows of the batch that were accepted."""
         places = {row: place for place, row in enumerate(self.drafted)}
         return [places[row] for row in rows if row in places]
 
     @property
     def num_exact_rows(self) -> int:
-        """Number of exact rows, which come first. All neurons that they select are read."""
+        """The number of exact rows, which come first in the batch. All neurons that exact rows select are
+        read.
+        """
         return 0 if self.resident_only else len(self.tokens)
 
     def with_streams(self, streamed: Sequence[int], count: int) -> ForwardBatch:
@@ -61,12 +63,14 @@ class ForwardBatch:
         )
 
     def last_row(self) -> ForwardBatch:
-        """A batch of the last token alone, for the last layer's feed-forward if `last_only`."""
+        """The batch that the last layer's feed-forward runs: the last token alone if `last_only`, otherwise
+        this batch.
+        """
         return ForwardBatch(self.tokens[-1:], resident_only=self.resident_only)
 
 
 def joint_batch(batches: Iterable[ForwardBatch]) -> ForwardBatch:
-    """The batch of a pass of several sequences, one after the other."""
+    """The batch of a pass over several sequences, whose rows follow each other."""
     tokens, drafted = list[int](), list[int]()
     for batch in batches:
         drafted += [len(tokens) + row for row in batch.drafted]

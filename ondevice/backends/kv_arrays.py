@@ -22,10 +22,12 @@ class KVArrays(Protocol):
         """An independent copy with room for this many blocks. Raises MemoryError."""
 
     def part_sizes(self, positions: int) -> list[int]:
-        """Bytes of each part of this many positions."""
+        """The bytes of each part of a cache that holds this many positions."""
 
     def part(self, index: int, start: int, stop: int) -> Bytes:
-        """A copy of a part of positions start .. stop - 1, (nbytes,) uint8."""
+        """A copy of part `index` at positions start .. stop - 1: (nbytes,) uint8."""
 
     def load_part(self, index: int, start: int, stop: int, data: Bytes) -> None:
-        """Store the result of `part` at the same positions, for which there is room. Raises MemoryError."""
+        """Store bytes that `part` returned, at the same positions. There must be room for them. Raises
+        MemoryError.
+        """

@@ -39,7 +39,7 @@ class KVLayout:
     marks: int = MARKS
     """Whether texts have drafts, and the most marks of a text: recurrent states take memory for both."""
     pass_tokens: int = 0
-    """Most tokens of a text in a pass, where blocks behind a window are given up; 0: all are kept."""
+    """Most tokens of a text in a pass, where blocks before a window are given up; 0: all are kept."""
 
     @cached_property
     def heads(self) -> tuple[HeadSizes, ...]:
@@ -66,11 +66,11 @@ class KVLayout:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Tokens that a token sees, of each layer that stores keys and values, where blocks behind them are
-        given up; 0: those of all tokens are kept.
+        """The window of each layer that stores keys and values: the number of tokens that a token sees. 0 if
+        the layer keeps all tokens' keys and values.
 
-        Not where texts go back to states of recurrent layers, nor where other machines have a part of each
-        text: all must go back to the same place.
+        All are 0 if texts go back to states of recurrent layers, or if other machines hold a part of each
+        text, since then all layers must be able to go back to the same place.
         """
         config, windows = self.config, [0] * len(self.heads)
         if not self.pass_tokens or config.recurrent_layers or config.part != FULL_MODEL:
@@ -86,18 +86,22 @@ class KVLayout:
 
     @cached_property
     def ring(self) -> int:
-        """Most blocks of windowed layers that a text needs, for a pass and for drafts that run ahead."""
+        """Most blocks of windowed layers that a text needs for one pass and for the drafts that run ahead of
+        it.
+        """
         if not any(self.windows):
             return 0
         return self.window_span(max(self.pass_tokens, BLOCK_TOKENS))
 
     def window_span(self, n_tokens: int) -> int:
-        """Most blocks of windowed layers that n_tokens next to each other lie in and see."""
+        """Most blocks of windowed layers that n_tokens consecutive tokens lie in or see."""
         return 1 + self.blocks(max(self.windows) + n_tokens - 2)
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Bytes from the start of a block to those of each layer, and to the end of blocks of all tokens."""
+        """The offset in bytes of each layer within its block, then the end of the last layer that keeps all
+        tokens.
+        """
         return (*self._ends[0], self._ends[1])
 
     @property
@@ -112,7 +116,9 @@ class KVLayout:
 
     @cached_property
     def _ends(self) -> tuple[list[int], int, int]:
-        """Bytes from the start of a block to those of each layer, and bytes of a block of either kind."""
+        """The offset in bytes of each layer within its block, then the sizes of both kinds of block: of
+        layers that keep all tokens, and of windowed ones.
+        """
         offsets, ends = [], [0, 0]
         for layer, window in enumerate(self.windows):
             kind = int(window > 0)
@@ -136,11 +142,11 @@ class KVLayout:
         return blocks * self.block_bytes + windowed + self.states.text_bytes(n_tokens)
 
     def marks_bytes(self, n_tokens: int) -> int:
-        """Most bytes that a text of n_tokens keeps of windowed layers beside these, for its marks."""
+        """Most additional bytes of windowed layers that a text of n_tokens keeps for its marks."""
         if not self.ring:
             return 0
-        behind = self.blocks(n_tokens) - self.ring
-        return max(0, min(behind, self.marks * self.window_span(1))) * self.window_block_bytes
+        dropped = self.blocks(n_tokens) - self.ring
+        return max(0, min(dropped, self.marks * self.window_span(1))) * self.window_block_bytes
 
     def head_offset(self, layer: int, head: int) -> int:
         """Bytes from the start of a block to those of (layer, kv head)."""

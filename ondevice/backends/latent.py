@@ -36,10 +36,10 @@ class LatentOps(Protocol):
     def latent_rows(self, qkv: Array, spec: LatentSpec, weights: LatentWeights) -> Array:
         """Latent queries and latents as `attend` takes them, before rotation: (T, (H + 1) * width).
 
-        For every head [K_h^T query | rotary part], then [norm(latent) | rotary key part].
+        A row is [K_h^T query | rotary part] for every head h, then [norm(latent) | rotary key part].
 
-        qkv: (T, ...) a layer's fused projection: queries, or their low-rank input, then a latent and a rotary
-        key part.
+        qkv: (T, ...), a layer's fused projection: the queries or their low-rank input, then the latent and
+        the rotary key part.
         """
 
     def linear_heads(self, x: Array, weight: Linear, heads: int) -> Array:

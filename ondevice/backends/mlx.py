@@ -139,14 +139,14 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._waits.seconds
 
     def allocate_block(self, nbytes: int) -> None:
-        """None: the arrays from `new_arrays` hold the keys and values."""
+        """None: the arrays from `new_arrays` hold the keys and values, so no block is needed."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
         """Empty arrays for a cache's keys and values."""
         return MlxKV(layout, self._waits)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Set MLX's limits to the budget, if this backend has limits."""
+        """Set MLX's limits to the budget in bytes, if this backend sets limits at all."""
         if self._limits is not None:
             self._limits.keep_to(budget_bytes)
 
@@ -159,7 +159,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             self._limits.restore()
 
     def trim(self) -> None:
-        """Free scratch memory, once the computations that use it have ended."""
+        """Free scratch memory, after waiting for the computations that use it."""
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
@@ -241,7 +241,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
     ) -> mx.array:
         """`feed_forward` over every neuron, without a selector.
 
-        Segments are multiplied in order, resident ones first. Estimates, as of streams, use these alone.
+        Segments are multiplied in order, resident ones first. Rows that are only estimates, such as streams,
+        use the resident ones alone.
         """
         x, out = normed(x, norm), mx.zeros(x.shape)
         gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec.cutoff)
@@ -310,7 +311,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
     ) -> mx.array:
         """total (T, D) plus the weighted outputs of each token's experts, in ascending order.
 
-        The choice is read back, and experts come from slots, one by one.
+        The choice of experts is read back to the host, and experts are multiplied one by one from their
+        slots.
         """
         self._await(*chosen)
         assert spec.experts is not None
@@ -339,9 +341,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         spec: FeedForwardSpec,
         batch: ForwardBatch,
     ) -> mx.array:
-        """The output of the selected neurons, (T, D), for x (T, D), summed segment by segment.
+        """The output of the selected neurons, (T, D), for x (T, D).
 
-        So the order of summation doesn't depend on where neurons are.
+        It is summed segment by segment, so the order of summation doesn't depend on where neurons are.
         """
         # A resident layer's addresses aren't used: neurons are gathered.
         weight.neurons.begin_layer(weight.index, batch)
@@ -420,7 +422,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """The scores in host memory. The same synchronisation serves the next layer's prefetch."""
+        """The scores in host memory. The wait for them also brings the scores for the next layer's prefetch."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
@@ -484,7 +486,9 @@ class _Piece:
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each run of ascending ids between two multiples of `width`."""
+    """Yields (start, stop) of each run of ascending ids that lie between two neighbouring multiples of
+    `width`.
+    """
     start = 0
     while start < len(ids):
         end = (int(ids[start]) // width + 1) * width
@@ -517,7 +521,9 @@ def product_of_selected(
 
 
 def _with_outputs(total: mx.array, held: dict[int, tuple[NDArray[np.intp], mx.array]]) -> mx.array:
-    """total (T, D) plus the experts' outputs, (rows, values), in ascending order; empties `held`."""
+    """total (T, D) plus the outputs of the experts in `held`, each (rows, values), in ascending order.
+    Empties `held`.
+    """
     for expert in sorted(held):
         rows, out = held.pop(expert)
         total = total + out if len(rows) == total.shape[0] else total.at[mx.array(rows)].add(out)

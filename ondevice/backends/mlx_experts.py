@@ -81,7 +81,9 @@ def _of_best_groups(choice: mx.array, spec: ExpertsSpec) -> mx.array:
 
 
 def _highest(scores: mx.array, count: int) -> mx.array:
-    """(T, n) whether a score is among the `count` highest of its row; of equal ones the first win."""
+    """(T, n) booleans, whether a score is among the `count` highest of its row. Among equal scores the first
+    ones win.
+    """
     threshold = mx.sort(scores, axis=1)[:, scores.shape[1] - count, None]
     above, level = scores > threshold, scores == threshold
     left = count - mx.sum(above, axis=1, keepdims=True)
@@ -89,7 +91,7 @@ def _highest(scores: mx.array, count: int) -> mx.array:
 
 
 def _numbers(chosen: mx.array, count: int) -> mx.array:
-    """(T, count) ascending columns that are true in each row of chosen (T, n)."""
+    """(T, count): the indices of the true columns in each row of chosen (T, n), ascending."""
     width = chosen.shape[1]
     numbers = mx.sort(mx.where(chosen, mx.arange(width), width), axis=1)[:, :count]
     # Where scores are NaN, none is chosen.
@@ -97,12 +99,14 @@ def _numbers(chosen: mx.array, count: int) -> mx.array:
 
 
 def _exp(x: mx.array) -> mx.array:
-    """e^x for x (T, n), zero-padded to lanes."""
+    """e^x for x (T, n). The result is padded with zeros to a multiple of LANES."""
     return mx.exp(in_lanes(x, -math.inf))
 
 
 def with_biases(layout: RowLayout, arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-    """Codes, scales and biases. Implied biases are the scales times a power of two."""
+    """Codes, scales and biases of a matrix. Biases that aren't stored are computed: the scales times a power
+    of two.
+    """
     if len(arrays) == 3 or layout.mxfp4:
         return arrays
     codes, scales = arrays
@@ -158,7 +162,7 @@ class MlxExperts:
 
     @classmethod
     def of(cls, matrices: Sequence[MlxExpertMatrix]) -> MlxExperts:
-        """matrices: in the order of an expert's record."""
+        """The experts made of `matrices`, which are in the order of an expert's record."""
         gate, *up, down = matrices
         return cls(gate, up[0] if up else None, down)
 

@@ -110,7 +110,7 @@ class MlxFloatBackend(MlxOps):
         return x @ weight.weight.reshape(heads, -1, cols).swapaxes(1, 2)
 
     def prefetch(self, x: mx.array, norm: Norm | None, weight: FloatFeedForward) -> None:
-        """Everything is in memory."""
+        """Nothing to do: everything is in memory."""
 
     def mixture(self, *arguments: Any, **options: Any) -> mx.array:
         raise BackendUnavailableError("streams of a model with experts can't be trained")

@@ -23,7 +23,7 @@ _POSITIONS = 1
 
 
 def no_block(nbytes: int) -> None:
-    """None: the block allocator of a `SequenceState` over `MlxKV`, whose arrays hold everything."""
+    """None. The block allocator of a `SequenceState` over `MlxKV`, which needs no blocks."""
 
 
 class MlxKV:
@@ -102,9 +102,9 @@ class MlxKV:
             held[index] = mx.slice_update(held[index], part, start, [_POSITIONS])
 
     def read(self, layer: int, length: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of places 0 .. length - 1: (KVH, length, Dh) each. In latent attention both are the
-        keys, (1, length, width), whose first dimensions are the values. Views, if the stored type is the
-        type read.
+        """Keys and values at places 0 .. length - 1: (KVH, length, Dh) each. In latent attention both are the
+        keys, (1, length, width), whose first dimensions are the values. Views, if the stored type is the type
+        read.
         """
         parts, latent = [part[:, :length] for part in self._layers[layer]], self.layout.heads[layer].latent
         if latent:
@@ -148,7 +148,7 @@ class MlxKV:
         self._waits.wait(held[array])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The layer of a part, and the part's index among the layer's arrays."""
+        """The layer that part `index` belongs to, and the part's index among that layer's arrays."""
         layer = 0
         while index >= len(self._layers[layer]):
             index -= len(self._layers[layer])
@@ -156,13 +156,15 @@ class MlxKV:
         return layer, index
 
     def _latent_parts(self, layer: int, x: mx.array) -> list[mx.array]:
-        """x (T, 1, width), latents and rotary parts, as stored: values, or codes and two scales."""
+        """Latents and rotary parts x (T, 1, width) in their stored form: values, or codes and two scales."""
         rank = self.layout.heads[layer].latent
         codes, *scales = zip(self._parts(x[:, :, :rank]), self._parts(x[:, :, rank:]), strict=True)
         return [mx.concatenate(list(codes), axis=-1), *(scale for both in scales for scale in both)]
 
     def _parts(self, x: mx.array) -> list[mx.array]:
-        """x (T, KVH, Dh) as stored: codes or float values (KVH, T, Dh), and at 8 bits scales (KVH, T, 1)."""
+        """Keys or values x (T, KVH, Dh) in their stored form: codes or floats (KVH, T, Dh), and at 8 bits
+        scales (KVH, T, 1).
+        """
         x = x.swapaxes(0, 1)
         if self.layout.kv_bits != 8:
             return [x.astype(_KV_TYPES[self.layout.kv_bits])]
@@ -172,7 +174,7 @@ class MlxKV:
 
 
 def _nbytes(part: mx.array, room: int) -> int:
-    """Bytes of an array like `part` with room for `room` positions."""
+    """The bytes of an array like `part` if it had room for `room` positions."""
     heads, _, width = part.shape
     nbytes: int = heads * room * width * part.dtype.size
     return nbytes

@@ -17,7 +17,7 @@ from ondevice.bundle.matrix_layout import RowLayout
 class MlxLinear:
     """A loaded matrix (N, K), with a bias (N,) or None.
 
-    sections: sources of its rows, in order. Neighbours of one format become one MlxMatrix.
+    sections: sources of its rows, in order. Neighbouring sections of the same format become one MlxMatrix.
     """
 
     def __init__(self, sections: Sequence[LinearSource], bias: Float32 | None, dtype: mx.Dtype) -> None:
@@ -32,7 +32,9 @@ class MlxLinear:
         return product if self.bias is None else product + self.bias
 
     def heads_product(self, x: mx.array) -> mx.array:
-        """x (H, T, K) @ W_h^T of H blocks of rows of W, which has one section: (H, T, N / H) float32."""
+        """The product of each head with its block of rows of W, (H, T, N / H) float32, for x (H, T, K). W has
+        one section.
+        """
         (matrix,) = self.matrices
         return matrix.heads_product(x)
 

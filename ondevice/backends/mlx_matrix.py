@@ -1,4 +1,4 @@
-"""Quantised matrices in a bundle's codes, multiplied on MLX's default device."""
+"""Quantised matrices, kept in the codes of the bundle and multiplied on MLX's default device."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _before: tuple[int, int, int] | None = None
 def on_cuda() -> bool:
     """Whether MLX's default device is a CUDA GPU.
 
-    Its driver moves pages between host and GPU, and loses direct reads that arrive meanwhile. So nothing is
-    read from flash straight into arrays.
+    CUDA's driver moves pages between host and GPU, and direct reads that arrive meanwhile are lost. So on
+    CUDA nothing is read from flash straight into arrays.
     """
     return mx.default_device() == mx.gpu and not mx.metal.is_available()
 
@@ -62,7 +62,9 @@ def allocation() -> Iterator[None]:
 
 
 def _first_error(error: RuntimeError) -> str:
-    """The compiler's first error without the file's path, or its first line."""
+    """The first error in a compiler's message, without the file's path; if there is none, the message's first
+    line.
+    """
     lines = str(error).splitlines()
     return next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
 
@@ -86,7 +88,7 @@ def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray
 
 
 def begin(*arrays: mx.array) -> None:
-    """Begin to compute `arrays`, while the host goes on. Raises MemoryError."""
+    """Start to compute `arrays` on the device and return at once. Raises MemoryError."""
     with allocation():
         mx.async_eval(*arrays)
 
@@ -123,7 +125,9 @@ class MlxLimits:
         self.keep_to(budget_bytes)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Follow a new budget. Evaluations wait for memory beyond it; a GPU wires up to it."""
+        """Follow a new budget in bytes. Computations wait for memory beyond it, and a GPU keeps up to that
+        much wired.
+        """
         global _before
         with _lock:
             if _before is None:
@@ -133,7 +137,9 @@ class MlxLimits:
             _apply()
 
     def restore(self) -> None:
-        """Withdraw this model's limits; the last one restores those from before. Idempotent."""
+        """Withdraw this model's limits. When the last model does, those from before the first are restored.
+        Idempotent.
+        """
         global _before
         with _lock:
             if _open.pop(self, None) is None:

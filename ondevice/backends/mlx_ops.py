@@ -184,7 +184,7 @@ class MlxOps(MlxRecurrentOps):
         return mx.concatenate([y[:first], y[first:] + self.product(narrow, up)])
 
     def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> None:
-        """None: ops run all layers."""
+        """None: ops run every layer."""
 
     def to_numpy(self, x: mx.array) -> Float32:
         return np.array(x)
@@ -201,7 +201,7 @@ def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.a
 
 
 def cut_off(gates: mx.array, deviations: float | None) -> mx.array:
-    """All gates (T, F) after the statistical cutoff, if there is one."""
+    """Gates (T, F) after the statistical cutoff; unchanged if there is no cutoff."""
     if deviations is None:
         return gates
     mean, deviation = (of(gates, axis=1, keepdims=True) for of in (mx.mean, mx.std))
@@ -217,7 +217,7 @@ def activate(
 ) -> mx.array:
     """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero.
 
-    threshold: of fatrelu. clamp, slope: of clamped_swish.
+    threshold: that of fatrelu. clamp, slope: those of clamped_swish.
     """
     match activation:
         case "silu":
@@ -248,7 +248,9 @@ def normed(x: mx.array, norm: Norm | None) -> mx.array:
 
 
 def _normed_heads(heads: mx.array, norm: Norm, together: bool) -> mx.array:
-    """heads (T, H, Dh), each normed, or with `together` all of a token as one vector."""
+    """Heads (T, H, Dh) after the norm: each head alone, or with `together` all heads of a token as one
+    vector.
+    """
     if together:
         return normed(heads.reshape(heads.shape[0], -1), norm).reshape(heads.shape)
     width = heads.shape[2]

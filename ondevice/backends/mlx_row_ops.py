@@ -1,7 +1,8 @@
 """The ops of the MLX backend in the shapes of one model, to be measured for row invariance.
 
-On a GPU, MLX chooses kernels by a matrix's shape and the numbers of rows and keys, so all are as in a pass.
-On MLX's CPU device a few outputs of each matrix are enough, as each is computed separately.
+On a GPU, MLX chooses kernels by a matrix's shape and by the numbers of rows and keys, so all of these are the
+same as in a real pass. On MLX's CPU device a few outputs of each matrix are enough, as each is computed
+separately.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def row_invariance(shapes: ModelShapes) -> RowInvariance:
 
 @lru_cache(maxsize=64)
 def _measured(shapes: ModelShapes, device: str, version: str) -> RowInvariance:
-    """Measure. device and version: MLX's, as keys of the cache.
+    """The row invariance, measured now. device, version: MLX's device and version, which are keys of the
+    cache.
 
-    It isn't stored in a file: that would outlive MLX's libraries, and a wrong width changes texts.
+    It isn't stored in a file, because a file would outlive MLX's libraries, and a wrong width changes texts.
     """
     # MLX's cache is off, so that measuring leaves no memory allocated.
     limits = MlxLimits(cache_bytes=0, budget_bytes=MAX_BYTES)
@@ -147,7 +149,7 @@ class _Ops:
             yield from self._recurrent(recurrent)
 
     def _blocks(self) -> Iterator[RowOp]:
-        """Ops of blocks that few models have, without their matrices."""
+        """The ops of parts that few models have, without the products of their matrices."""
         config, ops = self._config, MlxOps()
         hidden, width, streams = config.hidden_size, config.per_layer_width, config.residual_copies
         if width:
@@ -194,7 +196,7 @@ class _Ops:
         return _row_op(name, lambda x: normed(x, norm), self._input(width))
 
     def _of_heads(self, rows: int, cols: int) -> RowOp:
-        """The product of each head by a matrix (rows, cols), in latent attention."""
+        """The op of latent attention that multiplies each head by a matrix (rows, cols)."""
         heads = self._config.num_heads
         matrix = self._matrix(heads * rows, cols, self._shapes.quant.plain)
 
@@ -290,7 +292,9 @@ class _Ops:
             yield MlxNeurons(None, None, self._matrix(outputs, count, stored), sliced=True)
 
     def _selected(self) -> RowOp:
-        """The product of the neurons that a row selects, alone and with those of other rows."""
+        """The product of the neurons that a row selects: with those alone, and together with the neurons of
+        other rows.
+        """
         selected = _Selected(
             self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward
         )
@@ -332,7 +336,7 @@ class _Ops:
 
 
 class _Recurrence:
-    """A layer's state, and rows that run ahead of it or go one by one through it."""
+    """A recurrent layer's state, and rows that either run ahead of it together or change it one by one."""
 
     def __init__(self, spec: RecurrentSpec, random: np.random.Generator, eps: float) -> None:
         def values(*shape: int) -> mx.array:
@@ -354,11 +358,11 @@ class _Recurrence:
         self._states_after: dict[tuple[int, ...], tuple[mx.array, ...]] = {(): first}
 
     def after_chain(self, row: int) -> Float32:
-        """The row after those before it, each in a separate pass."""
+        """The result of a row in a chain, where each row before it ran in a separate pass."""
         return self._alone(tuple(range(row + 1)))
 
     def after_path(self, row: int) -> Float32:
-        """The row after those on its path through a binary tree, each in a separate pass."""
+        """The result of a row in a binary tree, where each row on its path ran in a separate pass."""
         return self._alone(tuple(BINARY.path(row)))
 
     def chain(self, rows: int) -> Float32:
@@ -481,11 +485,11 @@ class _Attention:
         self._kv.arrays.write(0, before[0], values, 0)
 
     def after_chain(self, row: int) -> Float32:
-        """The row after those before it, each in a separate pass."""
+        """The result of a row in a chain, where each row before it ran in a separate pass."""
         return self._attend([row], self._keys + row)
 
     def after_path(self, row: int) -> Float32:
-        """The row after those on its path through a binary tree, each in a separate pass."""
+        """The result of a row in a binary tree, where each row on its path ran in a separate pass."""
         for depth, node in enumerate(BINARY.path(row)):
             out = self._attend([node], self._keys + depth)
         return out

@@ -57,7 +57,7 @@ class DeltaRule:
 
 
 def _betas_and_decays(gates: mx.array, weights: DeltaWeights, heads: int) -> tuple[mx.array, mx.array]:
-    """Betas and decays, (n, HV) each, of gates (n, 2 * HV)."""
+    """Betas and decays, each (n, HV), computed from their inputs `gates` (n, 2 * HV)."""
     betas = mx.sigmoid(in_lanes(gates[:, :heads]))
     times = softplus(gates[:, heads:] + weights.time_bias)
     decays = mx.exp(in_lanes(weights.decay[None]) * times)
@@ -65,7 +65,7 @@ def _betas_and_decays(gates: mx.array, weights: DeltaWeights, heads: int) -> tup
 
 
 def _unit(x: mx.array) -> mx.array:
-    """Each of x (n, H, K) divided by its length."""
+    """x (n, H, K) with each vector of K divided by its length."""
     rows = x.reshape(-1, x.shape[2])
     return (rows / mx.sqrt(sums(mx.square(rows)) + SQUARES_EPS)).reshape(x.shape)
 
@@ -125,6 +125,6 @@ def _times_and_decays(steps: mx.array, spec: Mamba2Spec, weights: MixerWeights) 
 
 
 def _normed(y: mx.array, spec: Mamba2Spec, norm: Norm) -> mx.array:
-    """y (T, I), each of `norm_groups` parts normed separately."""
+    """y (T, I) normed, with each of the `norm_groups` parts of a row normed separately."""
     parts = y.reshape(-1, spec.value_size // spec.norm_groups)
     return mx.fast.rms_norm(parts, None, norm.eps).reshape(y.shape) * norm.weight

@@ -1,8 +1,8 @@
 """States of recurrent layers as MLX arrays, and the ops on them.
 
-Each pass gives a new array, so a checkpoint or a fork shares the old one. Rules (`mlx_rules.py`)
-take tokens one by one, in ops whose shapes don't depend on their number. Everything else is
-elementwise, or sums in one order: a row's bits don't depend on other rows, up to the width that is measured
+Each pass gives a new array, so a checkpoint or a fork shares the old one. Rules (`mlx_rules.py`) take tokens
+one by one, in ops whose shapes don't depend on the number of tokens. Everything else is elementwise, or sums
+in one fixed order. So a row's bits don't depend on other rows, up to the number of rows that is measured
 (`mlx_row_ops.py`).
 
 Legend as in `recurrent.py`; T tokens of a pass, n tokens since the state, the pass's included.
@@ -25,7 +25,7 @@ from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 
 
 class MlxBuffer:
-    """A buffer of states by layer, or of inputs by (layer, kind). Missing ones are zero."""
+    """One buffer of states, by layer, or of inputs, by (layer, kind). Entries that are missing count as zero."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -48,7 +48,9 @@ class Slot(NamedTuple):
 
 
 class MlxStates:
-    """`StateMemory`: a state is (rule state, tail (taps - 1, C)), or only the tail for a convolution."""
+    """`StateMemory` in MLX arrays. A state is (rule state, tail (taps - 1, C)); a short convolution has only
+    the tail.
+    """
 
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
@@ -126,7 +128,7 @@ class MlxRecurrentOps:
     """`RecurrentOps` over MLX arrays. States are those of `MlxStates`."""
 
     def bounded(self, *arrays: mx.array) -> None:
-        """Begin to compute these arrays; may wait for those of the previous call."""
+        """Start to compute these arrays. May wait until those of the previous call are computed."""
         begin(*arrays)
 
     def gated_delta(
@@ -185,7 +187,7 @@ class MlxRecurrentOps:
         return x * mx.sigmoid(gates)
 
     def _put(self, states: Any, layer: int, *parts: mx.array) -> None:
-        """Make arrays the layer's next state."""
+        """Store arrays as the layer's next state."""
         states.next_state(layer).put(parts)
         begin(*parts)
 
@@ -199,7 +201,7 @@ class MlxRecurrentOps:
         spec: Any,
         weights: Any,
     ) -> mx.array:
-        """`RecurrentOps.gated_delta`, or `mamba2`, by a rule."""
+        """The output of `RecurrentOps.gated_delta` or `mamba2`, as `rule_type` says."""
         tokens, channels = projected.shape[0], projected[:, : spec.channels]
         before, ahead = _known(states.state(layer), spec), states.ahead(layer)
         if ahead is None:
@@ -222,7 +224,7 @@ class MlxRecurrentOps:
         spec: Any,
         weights: Any,
     ) -> None:
-        """`RecurrentOps.replay_delta`, or `replay_mamba2`, by a rule."""
+        """`RecurrentOps.replay_delta` or `replay_mamba2`, as `rule_type` says."""
         channels, gates = (slot.value[:count] for slot in states.inputs(layer, count))
         before, parents = _known(states.state(layer), spec), ahead_parents(0, count, None)
         rule = rule_type(channels, gates, before[1], parents, spec, weights)
@@ -232,9 +234,9 @@ class MlxRecurrentOps:
     def _along(
         self, rule: TokenRule, first: mx.array, parents: Int32, wanted: int
     ) -> tuple[mx.array, list[mx.array]]:
-        """The state after n tokens, from the state `first` on, and the reads of the last `wanted` tokens.
+        """The state after n tokens that begin at state `first`, and the reads of the last `wanted` tokens.
 
-        parents: (n,), as of `Ahead`.
+        parents: (n,), as in `Ahead`.
         """
         held, reads = list[mx.array](), list[mx.array]()
         count, state = len(parents), first
@@ -259,7 +261,9 @@ def _known(slot: Slot, spec: RecurrentSpec) -> tuple[mx.array, ...]:
 
 
 def _ahead_inputs(ahead: Any, channels: mx.array, gates: mx.array | None) -> tuple[mx.array, Any]:
-    """The inputs (n, C) and (n, G) of all tokens that run ahead: the stored ones and a pass's, now stored."""
+    """The inputs (n, C) and (n, G) of all tokens that run ahead: those stored before, and this pass's, which
+    it stores.
+    """
     inputs: list[Any] = []
     for slot, new_rows in ((ahead.channels, channels), (ahead.gates, gates)):
         if new_rows is None:
@@ -274,7 +278,9 @@ def _ahead_inputs(ahead: Any, channels: mx.array, gates: mx.array | None) -> tup
 
 
 def _tail(tail: mx.array, channels: mx.array) -> mx.array:
-    """The last inputs (taps - 1, C) of a convolution after channels (n, C), from those before, `tail`."""
+    """The last inputs (taps - 1, C) of a convolution once channels (n, C) have followed `tail`, the last ones
+    before.
+    """
     latest = channels[-tail.shape[0] :]
     # Never a view, which would hold all of the pass's channels.
     return mx.concatenate([tail[latest.shape[0] :], latest])

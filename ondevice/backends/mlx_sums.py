@@ -37,7 +37,7 @@ def silu(x: mx.array) -> mx.array:
 
 
 def softplus(x: mx.array) -> mx.array:
-    """log(1 + exp(x)) for x (n, C), zero-padded to a multiple of LANES."""
+    """log(1 + exp(x)) for x (n, C). The result is padded with zeros to a multiple of LANES."""
     return mx.logaddexp(in_lanes(x), mx.zeros(1))
 
 

@@ -108,7 +108,7 @@ class GatheredNeurons:
             _native.copy_out(addresses, offset, view[place : place + len(addresses)])
 
     def take_over(self, other: GatheredNeurons, place: int, count: int) -> None:
-        """Copy `count` neurons of another room, from its `place` on, to the first places."""
+        """Copy `count` neurons of `other`, from its place `place` on, to the first places of this room."""
         for (_, view), (_, source) in zip(self._views, other._views, strict=True):
             view[:count] = source[place : place + count]
 
@@ -138,13 +138,13 @@ class Records:
 
     @classmethod
     def copied(cls, records: Bytes) -> Records:
-        """A copy of records (n, stride) or (nbytes,). Raises MemoryError."""
+        """Records in a new MLX array, copied from `records`, (n, stride) or (nbytes,). Raises MemoryError."""
         require_memory(records.nbytes)
         with allocation():
             return cls(mx.array(records.reshape(-1).view(np.uint32)), records.ctypes.data)
 
     def expert(self, address: int, layout: ExpertLayout, dtype: mx.Dtype) -> MlxExperts:
-        """A view of the expert at `address`, whose matrices are in rows."""
+        """A view of the expert at `address`, whose matrices are stored as rows."""
         floats = self._words.view(mx.float32)
         first, matrices = address - self._address, []
         for offset, matrix in zip(layout.part_offsets, layout.matrices, strict=True):
@@ -157,7 +157,7 @@ class Records:
         return MlxExperts.of(matrices)
 
     def slice(self, address: int, layout: ExpertLayout, dtype: mx.Dtype, bias: mx.array | None) -> MlxNeurons:
-        """A view of the slice at `address`, whose matrices are in rows. bias: of its gates."""
+        """A view of the slice at `address`, whose matrices are stored as rows. bias: the bias of its gates."""
         first = address - self._address
         gate, *up, down = (
             MlxMatrix(matrix.row, dtype, self._matrix_arrays(first + offset, matrix))
@@ -260,18 +260,18 @@ def _stored_rows(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Memory of experts' slots, (nbytes,), and the MLX memory that it is a view of, or None."""
+    """Memory for experts in slots, (nbytes,), and the MLX memory that it is a view of, or None."""
 
     view: Bytes
     records: RecordMemory | None
 
     def at(self, address: int, nbytes: int) -> Bytes:
-        """(nbytes,) from an address on."""
+        """The bytes (nbytes,) that begin at an address."""
         start = address - self.view.ctypes.data
         return self.view[start : start + nbytes]
 
     def held(self, records: Bytes) -> Records:
-        """Records at an address of these slots, in MLX's memory."""
+        """Records that lie in these slots, as a view of MLX's memory."""
         return self.records or Records.copied(records)
 
 
@@ -347,11 +347,11 @@ class MlxPieceMemory(PieceMemory):
         return self.records.view
 
     def held(self, records: Bytes) -> Records:
-        """A piece's records (n, stride) in MLX's memory: where they were read, or a copy."""
+        """A piece's records (n, stride) in MLX's memory: the place they were read to, or a copy."""
         return self.records or Records.copied(records)
 
     def slice_rows(self, records: Bytes, layout: SliceLayout) -> tuple[Records, int]:
-        """A piece's one slice (1, stride) as rows in MLX's memory, and its address."""
+        """A piece that is one slice (1, stride), as rows in MLX's memory, and the address of these rows."""
         if self.records is None:
             return rows_copy(records, layout)
         start = records.ctypes.data - self.records.view.ctypes.data
@@ -432,7 +432,9 @@ class MlxFeedForward(FeedForwardLayer):
                 require_mode(matrix.row)
 
     def room_for(self, count: int) -> GatheredNeurons:
-        """Room for `count` selected neurons: all rows, or without the gate row if gates select them."""
+        """Empty room for `count` selected neurons: for all their rows, or without the gate row if gates
+        select them.
+        """
         rows = self._rows
         if self.selector is None or not self.selector.predicted:
             start = self.source.layout.part_offsets[1]
@@ -476,7 +478,7 @@ class MlxFeedForward(FeedForwardLayer):
         segment.neurons = neurons
 
     def hold_all(self) -> None:
-        """Read all neurons into segments, which stay. Raises FlashReadError and MemoryError."""
+        """Read all neurons into segments that stay in memory. Raises FlashReadError and MemoryError."""
         for index in range(self.num_segments):
             neurons = self.segment_range(index)
             records = self.source.read(neurons.start, len(neurons))
@@ -508,7 +510,7 @@ class MlxFeedForward(FeedForwardLayer):
         return self._neurons_in(*self.piece_memory.neurons(address, records.nbytes // stride, stride), 0)
 
     def expert_at(self, address: int) -> MlxExperts:
-        """The expert in a slot, as a stack of one."""
+        """The expert in a slot, as the only one of an `MlxExperts`."""
         return self.piece_memory.expert(address, self._expert_layout, self._dtype)
 
     def hold_experts(self, wanted: bool) -> None:
@@ -557,7 +559,7 @@ class MlxFeedForward(FeedForwardLayer):
 def _fill(views: list[NDArray[np.generic]], values: StoredMatrix, row: RowLayout) -> None:
     """Write a matrix to one expert's arrays: codes, scales and biases, or values; then product biases.
 
-    row: layout of a row.
+    row: the layout of a matrix's row.
     """
     if row.bits == 16:
         views[0][:] = np.ascontiguousarray(values.codes).view(np.float16)

@@ -34,7 +34,9 @@ class Planes(NamedTuple):
 
 
 class ResidentLayer(NamedTuple):
-    """A layer fully in memory: neuron i is in slot slots[i], (F,); slot s is at addresses[s]."""
+    """A layer whose neurons are all in memory: neuron i is in slot slots[i], (F,), and slot s is at
+    addresses[s].
+    """
 
     slots: Int32
     addresses: NDArray[np.uint64]
@@ -70,7 +72,9 @@ class NeuronSource:
         """
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
-        """Begin a layer. Returns it if it is fully in memory; if None, call `select`."""
+        """Begin a layer. Returns its neurons' addresses if all are in memory; if it returns None, call
+        `select`.
+        """
         return None
 
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
@@ -92,18 +96,21 @@ class NeuronSource:
     def experts(
         self, layer: int, routing: Routing, batch: ForwardBatch, needs_expert_order: bool
     ) -> Iterator[tuple[int, int]]:
-        """Every expert of `routing.experts`, and its address in memory, valid until the next.
+        """Yields each expert of `routing.experts` with its address in memory, which is valid until the next
+        one.
 
         needs_expert_order: whether they come in ascending order; otherwise those in memory come first.
         """
         raise OndeviceError("nothing provides the experts")
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Take the result of verifying the last pass's `batch`, as `Backend.accept`."""
+        """Tell the source which tokens of the last pass's `batch` were accepted, as in `Backend.accept`."""
 
 
 class ClosedNeurons(NeuronSource):
-    """The source of layers whose memory was freed. It raises, as missing neurons must not count as zeros."""
+    """The source of layers whose memory is freed. Each call raises, since missing neurons must not count as
+    zeros.
+    """
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         raise _closed()

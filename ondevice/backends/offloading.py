@@ -12,7 +12,9 @@ from ondevice.backends.forward_batch import ForwardBatch
 
 
 class OffloadingBackend:
-    """Base class of `cpu` and `mlx`. resident_embedding: whether the embedding table starts in memory."""
+    """Base class of the `cpu` and `mlx` backends. resident_embedding: whether the embedding table starts in
+    memory.
+    """
 
     looks_up = False
     """Whether rows of the embedding are looked up in a head with the same rows."""

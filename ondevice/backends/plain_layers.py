@@ -32,9 +32,10 @@ class PlainLayers(Protocol):
         rope_tables: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
         tree: TokenTree | None,
     ) -> int:
-        """The number of layers that ran, from the first of `layers` on; 0 if that is none of these.
+        """Run layers from the first of `layers` on, and return how many ran: 0 if the first isn't plain or in
+        memory.
 
-        Results and stats are those of the backend's ops.
+        Results and stats are the same as if the backend's ops had run.
 
         Args:
             layers: the layers that may run.
@@ -43,5 +44,5 @@ class PlainLayers(Protocol):
             kv: the cache, which has room for the rows' keys and values.
             position: number of tokens stored before these.
             rope_tables: cosine and sine, (T, Dh / 2) each, for each of the model's ropes.
-            tree: of the rows; None: a chain.
+            tree: the tree of the rows, or None for a chain.
         """

@@ -65,20 +65,22 @@ class StateLayout:
     def nbytes(self) -> int:
         """Bytes of all layers' states after one token; 0 for a model without recurrent layers.
 
-        In a part of a model with recurrent layers in another part it isn't 0, so that checkpoints agree.
+        If a model is split over machines, it isn't 0 in a part without recurrent layers either, so that all
+        parts have the same checkpoints.
         """
         return 4 * sum(map(self._padded, self.config.recurrent_layers)) or self._min_bytes
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers; differs from `nbytes`."""
+        """Bytes of the inputs of AHEAD_TOKENS tokens in all layers. Never equal to `nbytes`."""
         floats = sum(self._input_floats(layer) for layer in self.config.recurrent_layers)
         return 4 * AHEAD_TOKENS * floats or 2 * self._min_bytes
 
     @cached_property
     def spacing(self) -> int:
-        """Tokens between two checkpoints, marks aside: the smallest multiple of 64 whose keys and values take
-        at least the memory of a checkpoint.
+        """Tokens from one checkpoint to the next, apart from marks.
+
+        The smallest multiple of 64 tokens whose keys and values take at least the memory of a checkpoint.
         """
         model_states = self.config.part.states
         state_bytes = 4 * model_states[0] if model_states else self.nbytes
@@ -109,7 +111,7 @@ class StateLayout:
         )
 
     def of(self, buffer: NDArray[np.uint8], layer: int) -> States:
-        """A layer's state in a buffer (nbytes,)."""
+        """A layer's state in a buffer (nbytes,), as views."""
         spec, offset = self._spec(layer), self.offsets[layer]
         return buffer.view(np.float32)[offset : offset + spec.state_floats]
 
@@ -159,7 +161,7 @@ class MixerWeights(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A layer's inputs of the n tokens that run ahead of a text's states; a pass writes the last T.
+    """A layer's inputs for the n tokens that run ahead of a text's states. A pass writes the last T of them.
 
     channels: (n, C), before their convolution. gates: (n, G). parents: (n,), the token that each follows; -1
     for the text's last token before them.
@@ -170,7 +172,7 @@ class Ahead(NamedTuple):
     parents: Int32
 
     def keep(self, projected: Array, gates: Array) -> None:
-        """Keep the inputs of a pass, (T, C + HV * V) and (T, 2 * HV), or (T, C + I) and (T, H)."""
+        """Store the inputs of a pass: (T, C + HV * V) and (T, 2 * HV), or (T, C + I) and (T, H)."""
         first = len(self.channels) - len(projected)
         self.channels[first:] = projected[:, : self.channels.shape[1]]
         self.gates[first:] = gates
@@ -196,7 +198,7 @@ class StateStore(Protocol):
     """The part of a text's recurrent states that ops see."""
 
     def ahead(self, layer: int) -> Ahead | None:
-        """The layer's inputs, if the pass runs ahead; None if it writes the next state."""
+        """The layer's stored inputs if the pass runs ahead; None if the pass writes the layer's next state."""
 
     def state(self, layer: int) -> States:
         """A layer's state after the last token that doesn't run ahead; read only."""

@@ -105,10 +105,10 @@ class ReferenceBackend:
         return _native.allocate(nbytes)
 
     def new_arrays(self, layout: KVLayout) -> None:
-        """Keys and values are in blocks."""
+        """None: this backend keeps keys and values in the cache's blocks."""
 
     def hold_embedding(self, resident: bool) -> None:
-        """Rows of the table always come from flash."""
+        """Nothing to do: rows of the table always come from flash."""
 
     def keep_to(self, budget_bytes: int) -> None:
         """Nothing to do: all weights are in memory, whatever the budget."""
@@ -183,7 +183,9 @@ class ReferenceBackend:
         return out if norm.bias is None else out + norm.bias
 
     def normed_heads(self, heads: Float32, norm: Norm, together: bool) -> Float32:
-        """heads (T, H, Dh), each normed, or with `together` all of a token as one vector."""
+        """Heads (T, H, Dh) after the norm: each head alone, or with `together` all heads of a token as one
+        vector.
+        """
         if together:
             return self.normed(heads.reshape(len(heads), -1), norm).reshape(heads.shape)
         weight = norm.weight.reshape(-1, heads.shape[2])
@@ -415,14 +417,16 @@ class ReferenceBackend:
         return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
 
     def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights]) -> None:
-        """None: ops run all layers."""
+        """None: ops run every layer."""
 
     def to_numpy(self, x: Float32) -> Float32:
         return x
 
 
 def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> Float32:
-    """The down projection's input, (T, F): activation(gate(x)) * up(x), or activation(gate(x))."""
+    """The down projection's input, (T, F): activation(gate(x)) * up(x), without up(x) in an ungated
+    feed-forward.
+    """
     gates: Float32 = x @ weight.gate.T
     if weight.biases.gates is not None:
         gates += weight.biases.gates
@@ -439,7 +443,7 @@ def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> F
 
 
 def activated_ups(ups: Float32, spec: FeedForwardSpec) -> Float32:
-    """The factors (T, F) of activated gates."""
+    """The values (T, F) that activated gates are multiplied by."""
     if spec.activation == "clamped_swish":
         return np.clip(ups, np.float32(-spec.clamp), np.float32(spec.clamp)) + np.float32(1)
     return ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
@@ -485,7 +489,7 @@ def activate(
 ) -> Float32:
     """The gate's nonlinearity, elementwise, in float64 and rounded once.
 
-    threshold: of fatrelu. clamp, slope: of clamped_swish.
+    threshold: that of fatrelu. clamp, slope: those of clamped_swish.
     """
     wide = x.astype(np.float64)
     match activation:
@@ -560,7 +564,9 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
 
 
 def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[Float32]]:
-    """Every kv head's keys and values at positions 0 .. length - 1, read back: (length, Dh) each."""
+    """The keys and the values that every head has stored at positions 0 .. length - 1, dequantised: (length,
+    Dh) each.
+    """
     keys, values = [], []
     for head in range(kv.layout.heads[layer].keys):
         views = [_head_views(kv, block, layer, head) for block in range(kv.layout.blocks(length))]

@@ -34,7 +34,7 @@ def of_pass(
     spec: Spec,
     weights: Weights,
 ) -> Float32:
-    """`RecurrentOps.gated_delta`, or `mamba2`, by `rule`."""
+    """The output of a pass: `RecurrentOps.gated_delta` or `mamba2`, as `rule` says."""
     state, ahead = states.state(layer), states.ahead(layer)
     if ahead is None:
         return rule(projected, gates, state, states.next_state(layer), spec, weights)
@@ -45,7 +45,7 @@ def of_pass(
 def replay(
     rule: Rule[Spec, Weights], states: StateStore, layer: int, count: int, spec: Spec, weights: Weights
 ) -> None:
-    """`RecurrentOps.replay_delta`, or `replay_mamba2`, by `rule`."""
+    """`RecurrentOps.replay_delta` or `replay_mamba2`, as `rule` says."""
     channels, gates = states.inputs(layer, count)
     projected = np.pad(channels, ((0, 0), (0, spec.value_size)))
     rule(projected, gates, states.state(layer), states.next_state(layer), spec, weights)
@@ -54,7 +54,7 @@ def replay(
 def _of_tree(
     rule: Rule[Spec, Weights], ahead: Ahead, projected: Float32, state: States, spec: Spec, weights: Weights
 ) -> Float32:
-    """Outputs of the last T tokens of a tree, each from the state after its parent."""
+    """Outputs of the last T tokens of a tree, each computed from the state after its parent."""
     held: list[States] = []
     out = np.empty((len(projected), spec.value_size), np.float32)
     first = len(ahead.parents) - len(projected)
@@ -75,7 +75,7 @@ def _of_tree(
 def short_conv(
     projected: Float32, states: StateStore, layer: int, spec: ConvSpec, weights: Float32
 ) -> Float32:
-    """`RecurrentOps.short_conv`."""
+    """The gated short convolution, as in `RecurrentOps.short_conv`."""
     b, c, x = np.split(projected, 3, axis=1)
     products, count, seen = b * x, len(projected), spec.taps - 1
     tail = states.state(layer).reshape(seen, spec.channels)

@@ -63,7 +63,7 @@ class Routing:
 def route(
     logits: Float32, spec: ExpertsSpec, choice_bias: Float32 | None = None, scales: Float32 | None = None
 ) -> Routing:
-    """The experts of each token of logits (T, E), which aren't changed.
+    """The chosen experts of each token, and their weights, from logits (T, E), which stay unchanged.
 
     choice_bias: (E,). scales: (E,), factors of weights.
     """
@@ -120,7 +120,7 @@ def _weighted(
 
 
 def sigmoid(x: Float32) -> Float32:
-    """1 / (1 + e^-x), rounded from float64; for x below -700, that of -700."""
+    """1 / (1 + e^-x), rounded from float64. Values of x below -700 count as -700."""
     if x.size <= FEW:
         each = [1.0 / (1.0 + _exp_of_one(min(-value, -_MIN_EXPONENT))) for value in x.ravel().tolist()]
         return np.array(each, dtype=np.float32).reshape(x.shape)
@@ -128,7 +128,7 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def exp(x: NDArray[np.floating]) -> Float64:
-    """e^x in float64 for x up to 700; x below -700 counts as -700."""
+    """e^x in float64 for x up to 700. Values of x below -700 count as -700."""
     wide = np.maximum(x.astype(np.float64), _MIN_EXPONENT)
     twos = np.rint(wide * _LOG2_E)
     rest = (wide - twos * _LN2_HIGH) - twos * _LN2_LOW
@@ -141,7 +141,7 @@ def exp(x: NDArray[np.floating]) -> Float64:
 
 
 def _exp_of_one(x: float) -> float:
-    """`exp` of one number, by the same steps."""
+    """`exp` of one number, computed by the same steps."""
     if math.isnan(x):
         return x
     wide = max(x, _MIN_EXPONENT)
@@ -154,12 +154,12 @@ def _exp_of_one(x: float) -> float:
 
 
 def _each_row(ids: Int32) -> NDArray[np.intp]:
-    """(T, 1) row numbers, to index with columns ids (T, k)."""
+    """Row numbers, (T, 1), that index a matrix together with column ids (T, k)."""
     return np.arange(len(ids))[:, None]
 
 
 def _highest(scores: Float32, count: int) -> Int32:
-    """(T, count) columns of the highest scores of each row; of equal ones the first win."""
+    """(T, count): the column indices of each row's highest scores. Among equal scores the first ones win."""
     return np.argsort(-scores, axis=1, kind="stable")[:, :count].astype(np.int32)
 
 
@@ -176,7 +176,7 @@ def _of_best_groups(choice: Float32, spec: ExpertsSpec) -> Float32:
 
 
 def _sparsemixer(logits: Float32, spec: ExpertsSpec) -> Routing:
-    """Two experts, one after the other (arXiv 2409.12136, in its authors' code)."""
+    """A token's two experts, each chosen in a separate step (arXiv 2409.12136, as in its authors' code)."""
     left = logits.astype(np.float64)
     ids, weights = [], []
     for _ in range(spec.chosen):

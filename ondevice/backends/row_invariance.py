@@ -1,8 +1,8 @@
-"""Row invariance: the number of rows of a pass up to which a row has the bits that it has alone.
+"""Row invariance: how many rows a pass may have while each row keeps the bits that it would have alone.
 
-Drafts leave a text unchanged only on a row-invariant backend: a token must have the same bits beside draft
-tokens as in plain decoding. Each op of a backend is measured on the device in the shapes of the model, as
-kernels are chosen by shapes and by the number of rows.
+Drafts leave a text unchanged only on a row-invariant backend: a token must have the same bits in a pass with
+draft tokens as in plain decoding. Each op of a backend is measured on the device in the shapes of the model,
+as kernels are chosen by shapes and by the number of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowOp(NamedTuple):
 
 @dataclass(frozen=True)
 class RowWidths:
-    """Largest numbers of rows up to which every row of a pass has the bits that it has alone.
+    """The largest numbers of rows up to which every row of a pass has the same bits as when it runs alone.
 
     chain: for drafts that don't branch. tree: for drafts that branch or have streams.
     """
@@ -57,10 +57,10 @@ class RowWidths:
 
 @dataclass(frozen=True)
 class RowInvariance:
-    """The widths of passes in which a backend gives each row the bits that it has alone.
+    """The widths of passes in which a backend gives every row the same bits as when it runs alone.
 
-    ops: each op's width; empty if nothing was measured. skips_zeros: whether a product over neurons has the
-    same bits without those that add zero, so that modes `dense` and `exact` give one text.
+    ops: each op's width; empty if nothing was measured. skips_zeros: whether a product over neurons keeps its
+    bits when neurons that add zero are left out, so that modes `dense` and `exact` give the same text.
     """
 
     device: str
@@ -81,7 +81,9 @@ UNKNOWN = RowInvariance("", RowWidths(1, 1), {}, skips_zeros=False)
 
 
 def width_of(op: RowOp) -> int:
-    """Largest number of rows up to which `op` gives each the bits that it has alone; MAX_ROWS at most."""
+    """The largest number of rows, at most MAX_ROWS, up to which `op` gives every row the same bits as when it
+    runs alone.
+    """
     # Two rows first: where they differ, no kernels are compiled for more.
     for counts in (range(2, 3), range(3, MAX_ROWS + 1)):
         alone = [op.alone(row).tobytes() for row in range(counts.stop - 1)]
@@ -93,7 +95,7 @@ def width_of(op: RowOp) -> int:
 
 
 def measured(ops: Iterable[RowOp]) -> tuple[RowWidths, dict[str, int]]:
-    """The widths of a backend with these ops, and each op's width.
+    """The widths of a backend that has these ops, and the width of each op by name.
 
     Stops at the first op that rules out drafts.
     """

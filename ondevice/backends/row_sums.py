@@ -1,4 +1,5 @@
-"""Ops on float32 rows in numpy, with one order of summation on every machine and beside any other rows.
+"""Ops on float32 rows in numpy. The order of summation is the same on every machine, and doesn't depend on
+other rows.
 
 Legend: T tokens, K and N columns and rows of a small matrix.
 """
@@ -13,9 +14,9 @@ MIN_MEAN_SQUARE = np.float32(1e-5)
 
 
 def row_sums(values: Float32) -> Float32:
-    """Sums (T, 1) over the last axis of (T, K): halves are added to each other until one column is left.
+    """Sums (T, 1) over the last axis of (T, K), computed by adding the two halves until one column is left.
 
-    Elementwise additions round the same everywhere. Overwrites `values`.
+    Elementwise additions round the same way everywhere. Overwrites `values`.
     """
     width = values.shape[1]
     while width > 1:
@@ -43,7 +44,7 @@ def match_rms(x: Float32, other: Float32) -> Float32:
 
 
 def cut_off(gates: Float32, deviations: float) -> None:
-    """Subtract mean + deviations * standard deviation from each row of gates (T, F), with a minimum of 0."""
+    """Replace each row of gates (T, F) by max(0, gates - mean - deviations * standard deviation), in place."""
     count = np.float32(gates.shape[1])
     mean = row_sums(gates.copy()) / count
     from_mean = gates - mean

@@ -23,7 +23,9 @@ class StateMemory(Protocol):
     """The buffers of a model's texts."""
 
     def new_buffer(self, allocate: Callable[[int], Any], nbytes: int) -> Buffer:
-        """A new buffer, accounted for by `allocate`. Raises MemoryError, and what `allocate` raises."""
+        """A new buffer, whose bytes are accounted for by `allocate`. Raises MemoryError, and what `allocate`
+        raises.
+        """
 
     def clear(self, buffer: Buffer) -> None:
         """Set all states to zero."""
@@ -32,10 +34,10 @@ class StateMemory(Protocol):
         """Copy `source` to `target`."""
 
     def state(self, buffer: Buffer, layer: int) -> Any:
-        """A layer's state, as ops read and write it."""
+        """A layer's state, in the form that ops read and write."""
 
     def inputs(self, buffer: Buffer, layer: int, count: int) -> tuple[Any, Any]:
-        """A layer's inputs of the first `count` tokens, as ops take them."""
+        """A layer's inputs for the first `count` tokens, in the form that ops take."""
 
     def move_inputs(self, buffer: Buffer, sources: Sequence[int]) -> None:
         """Move the inputs of the tokens `sources`, ascending, to the start of the buffer."""
@@ -44,7 +46,7 @@ class StateMemory(Protocol):
         """The states in their file format, (layout.nbytes,): a view or a copy."""
 
     def load(self, buffer: Buffer, read: Callable[[Bytes], None]) -> None:
-        """Let `read` fill the states, in the format of `data`."""
+        """Set the states to the bytes that `read` fills in, in the format of `data`."""
 
 
 class HostStates:

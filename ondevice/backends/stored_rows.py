@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 20
 class RowsOfTiles:
     """`LinearSource` of the rows of a matrix that is stored as tiles.
 
-    nearest: whether formats that only tiles have are converted to `rows_format`.
+    nearest: whether formats that exist only in tiles are converted to `rows_format`.
     """
 
     def __init__(self, source: TiledSource, nearest: bool = False) -> None:
@@ -61,24 +61,24 @@ def table_rows(table: EmbeddingSource, tokens: Int32) -> Float32:
 
 
 def tokens_at_once(layout: TileLayout) -> int:
-    """Number of tokens whose tiles are in memory at once in a look-up."""
+    """Number of tokens whose tiles a look-up holds in memory at the same time."""
     return max(1, PIECE_BYTES // layout.stride)
 
 
 def _lanes(records: Bytes, lanes: Int32, row: RowLayout) -> Float32:
-    """Row lanes[i] of the tile at the start of record i, (n, cols)."""
+    """Row lanes[i] of the tile that begins record i, dequantised: (n, cols)."""
     tiles = np.ascontiguousarray(records[:, : TILE_ROWS * row.nbytes])
     rows = lane_rows(tiles, row).reshape(len(tiles), TILE_ROWS, -1)[np.arange(len(tiles)), lanes]
     return values_of(untiled(tiles_of_lanes(rows, row).reshape(-1), TiledMatrix(len(rows), row)), row)
 
 
 def values_of(stored: StoredMatrix, row: RowLayout) -> Float32:
-    """The rows of a matrix, dequantised: (R, cols)."""
+    """The dequantised rows of a matrix: (R, cols)."""
     return dequantize_rows(stored.codes, stored.scales, stored.biases, row.stored, row.cols)
 
 
 def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
-    """The row `offset` bytes into each record (n, stride), dequantised: (n, row.cols)."""
+    """The dequantised rows that lie `offset` bytes into each record (n, stride): (n, row.cols)."""
     scales_at = offset + row.codes_bytes
     biases_at = scales_at + row.scales_bytes
     codes = records[:, offset:scales_at]
@@ -90,7 +90,7 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
 def dequantize_rows(
     codes: Bytes, scales: Float16 | Bytes, biases: Float16, stored: RowFormat, cols: int
 ) -> Float32:
-    """Stored rows as (n, cols) float32, by the formats of `config.Scales`."""
+    """Stored rows, dequantised as `config.Scales` defines for their format: (n, cols) float32."""
     if stored.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
     codes = unpack(np.ascontiguousarray(codes), stored.bits)

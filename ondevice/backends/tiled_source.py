@@ -12,7 +12,7 @@ from ondevice.bundle.matrix_layout import TiledMatrix
 
 
 class TileChunk(NamedTuple):
-    """Tiles of 16 rows from number `first` on, valid until the next chunk is read."""
+    """Tiles of 16 rows, the first of which is tile number `first`. Valid until the next chunk is read."""
 
     first: int
     tiles: NDArray[np.uint8]
@@ -26,4 +26,6 @@ class TiledSource(Protocol):
     def matrix(self) -> TiledMatrix: ...
 
     def chunks(self) -> Iterator[TileChunk]:
-        """Yields every tile once. Raises FlashReadError if the bytes don't match their checksum."""
+        """Yields the matrix's tiles in chunks, each tile once. Raises FlashReadError if bytes don't match
+        their checksum.
+        """

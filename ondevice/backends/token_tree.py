@@ -18,7 +18,7 @@ MAX_DEPTH = 63
 
 
 class TokenTree:
-    """A tree whose node i follows node parents[i] < i, or the text before the tree if parents[i] is -1."""
+    """A tree of tokens. Node i follows node parents[i] < i, or the text before the tree if parents[i] is -1."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         """Raises ValueError if a parent doesn't come before its child, or if a path is too long."""
@@ -42,7 +42,7 @@ class TokenTree:
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def path(self, node: int) -> list[int]:
-        """The nodes from a root to `node`, both included."""
+        """The nodes from a root to `node`, including both."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -50,7 +50,7 @@ class TokenTree:
         return nodes[::-1]
 
     def visible(self, position: int, window: int) -> NDArray[np.bool_]:
-        """(n, position + n), True where node i sees the token stored in place p.
+        """(n, position + n) booleans, True where node i sees the token stored at place p.
 
         Nodes are stored from place `position` on. A node sees the tokens before the tree, its ancestors and
         itself; with window > 0, only the last `window` of these.

@@ -1,7 +1,7 @@
 """Claims of this process's loaded models on its memory: every budget bounds all models together.
 
-A model's claim is the memory that its plan allows it, held already or not. Later plans leave it that memory.
-Claims keep no model alive. All sizes are bytes.
+A model's claim is the memory that its plan allows it, whether it holds that much yet or not. Models planned
+later don't use it. Claims keep no model alive. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _other_process_bytes = 0
 
 @dataclass(frozen=True)
 class Others:
-    """Memory that loaded models hold, and memory that they may come to hold, which includes it."""
+    """The memory that loaded models hold, and the memory that they may hold at most."""
 
     held_bytes: int
     claimed_bytes: int
@@ -52,9 +52,10 @@ class Claim:
         claims[number] = weakref.ref(self, lambda _: claims.pop(number, None))
 
     def promise(self, plan: Plan, name: str) -> Plan:
-        """Claim the memory of a plan for the user's budget, replanned with other models' present claims.
+        """Claim memory for a plan under the user's budget. Returns the plan, renewed with what other models
+        claim now.
 
-        name: of the model. Raises BudgetError, and changes nothing, if the plan doesn't fit any more.
+        name: the model's name. Raises BudgetError, and changes nothing, if the renewed plan doesn't fit.
         """
         with _lock:
             plan = replanned(plan, self)
@@ -63,7 +64,9 @@ class Claim:
         return plan
 
     def follow(self, plan: Plan) -> bool:
-        """Claim the memory of a plan within the user's budget. Returns False if others have claimed it."""
+        """Claim memory for a plan that is within the user's budget. Returns False if other models have
+        claimed it.
+        """
         if plan.claim_bytes <= self._planned_bytes:
             self._planned_bytes = plan.claim_bytes
             return True
@@ -79,7 +82,9 @@ class Claim:
             _lock.release()
 
     def go_beyond(self, plan: Plan, nbytes: int) -> bool:
-        """Claim `nbytes` in total beyond one full context. Returns False if others have claimed them."""
+        """Claim `nbytes` of keys and values beyond one full context. Returns False if other models have
+        claimed them.
+        """
         if nbytes <= self._beyond_bytes:
             self._beyond_bytes = nbytes
             return True
@@ -90,11 +95,11 @@ class Claim:
             return True
 
     def release(self) -> None:
-        """Give up the claim: the model holds nothing any more. Idempotent."""
+        """Give up the claim, once the model holds nothing. Idempotent."""
         self._budget_bytes = self._planned_bytes = self._beyond_bytes = 0
 
     def _unclaimed_bytes(self, plan: Plan) -> int:
-        """Memory of the largest budget that no model has claimed."""
+        """Memory that no model has claimed, out of the largest budget of all models."""
         largest = max((claim._budget_bytes for claim in _live()), default=0)
         claimed = self._planned_bytes + self._beyond_bytes + others(self).claimed_bytes
         return largest - plan.process_bytes - claimed
@@ -112,18 +117,18 @@ def others(claim: Claim | None = None) -> Others:
 
 
 def count_other_processes(nbytes: int) -> None:
-    """From now on, add `nbytes` of other processes, such as a rank's supervisor, to this one's memory."""
+    """Count `nbytes` of other processes, such as a rank's supervisor, as memory of this process from now on."""
     global _other_process_bytes
     _other_process_bytes = nbytes
 
 
 def other_process_bytes() -> int:
-    """Memory of other processes that is counted to this one's."""
+    """Bytes of other processes that count as memory of this one."""
     return _other_process_bytes
 
 
 def replanned(plan: Plan, claim: Claim) -> Plan:
-    """The plan with other models' present claims and the control group's present limit."""
+    """The plan, renewed with what other models claim now and the present limit of the control group."""
     return replace(plan, others_bytes=others(claim).claimed_bytes, limit=group_limit())
 
 
@@ -133,7 +138,9 @@ def _live() -> list[Claim]:
 
 
 def _forget() -> None:
-    """In a child of fork(), drop all claims: the models are the parent's, and the lock may be held there."""
+    """Drop all claims, in a child of fork(): the models belong to the parent, whose other threads may hold
+    the lock.
+    """
     global _lock
     _lock = threading.Lock()
     _claims.clear()

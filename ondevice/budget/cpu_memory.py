@@ -99,7 +99,9 @@ class CpuMemory(MemoryModel):
 
     @property
     def _neurons_at_once(self) -> int:
-        """Neurons whose hidden values exist at once: those of a segment, or of an expert."""
+        """The most neurons whose hidden values exist at the same time: those of a segment, or of
+        an expert.
+        """
         experts = self.config.experts
         if experts is None:
             return segment_shape(self.config, self.quant).neurons
@@ -109,7 +111,9 @@ class CpuMemory(MemoryModel):
 
     @property
     def _more_inputs_bytes(self) -> int:
-        """Bytes of a projection's input in more forms than one, where its parts need several."""
+        """Bytes of a projection's input in additional forms, needed if the projection's parts take different
+        forms.
+        """
         config, most = self.config, 0
         for layer in range(config.num_layers):
             parts = projection_matrices(config, self.quant, layer).values()
@@ -120,7 +124,7 @@ class CpuMemory(MemoryModel):
 
     @property
     def _lookup_bytes(self) -> int:
-        """Bytes of the tiles in which tokens are looked up together."""
+        """Bytes of the tiles that one look-up of tokens holds in memory."""
         return self._table_bytes if self.config.part.embeds and not self.looks_up_head else 0
 
     @property
@@ -132,7 +136,7 @@ class CpuMemory(MemoryModel):
         """Activations, attention scores, hidden values and logits of a dense forward pass.
 
         Shared streams have adapters for every token, with or without drafts. The sum is convex in `tokens`:
-        between two widths a pass takes no more than a line from one to the other.
+        between two widths it is at most the value of the straight line through both.
         """
         config, streams = self.config, self.streams
         hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.logits_size

@@ -15,7 +15,9 @@ from ondevice.units import PAGE_BYTES
 def draft_layer_bytes(
     layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int
 ) -> int:
-    """Memory of a draft layer for texts of `max_context` tokens: weights, keys and values, rows."""
+    """Memory of a draft layer for texts of `max_context` tokens: its weights, keys and values, and rows of
+    activations.
+    """
     return loaded_bytes(layer, target) + _state_bytes(layer, target, runtime, max_context)
 
 
@@ -33,7 +35,9 @@ def loaded_bytes(layer: DraftLayer, target: ModelConfig) -> int:
 
 
 def _state_bytes(layer: DraftLayer, target: ModelConfig, runtime: RuntimeConfig, max_context: int) -> int:
-    """Keys and values of a context and a draft after it, hidden states of a pass, and scratch memory."""
+    """Memory of a draft layer apart from weights: keys and values of a context and a draft, hidden states,
+    and scratch memory.
+    """
     nodes, width = draft_nodes(runtime), layer.hidden_size
     ahead = max(nodes, layer.block)
     kv = KVLayout(layer.layer_config(max_context), runtime.kv_bits).nbytes(max_context + ahead)

@@ -1,4 +1,4 @@
-"""Limits of a budget: the meaning of `auto`, refusals of too small budgets, warnings of too large ones.
+"""Limits of a budget: what `auto` means, when a budget is refused as too small, and warnings if it is large.
 
 All sizes are bytes.
 """
@@ -52,7 +52,9 @@ def group_limit() -> MemoryRoom | None:
 
 
 def allowance(held_bytes: int, rooms: Sequence[MemoryRoom]) -> Allowance:
-    """The memory that `auto` may take of the scarcest of `rooms`. held_bytes: this process's memory now."""
+    """The memory that the budget `auto` may take, from the room with the least memory left. held_bytes: this
+    process's memory now.
+    """
     allowances = []
     for room in rooms:
         part = max(room.available_bytes // 10, min(MAX_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
@@ -81,10 +83,10 @@ def require_fit(
     Args:
         plan: The plan of a model.
         name: The model's name.
-        origin: How the budget was found, if the user didn't name it.
+        origin: Where the budget comes from, if the user didn't set it.
         fitting_context: The longest context that would fit; 0 for none.
         fitting_options: Options with which the model would fit, each by itself.
-        only_budget: Whether nothing but the budget can be changed, so that no other remedy is named.
+        only_budget: Whether the user can change only the budget, so that the message names no other remedy.
 
     Raises BudgetError if it doesn't, with the smallest budget that works, its parts and what would help.
     """
@@ -124,12 +126,13 @@ def require_fit(
 
 
 def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[MemoryRoom]) -> list[str]:
-    """Warnings that the user's budget may exceed the memory there is, though the plan fits it.
+    """Warnings that the user's budget may exceed the memory that is available, although the plan fits into
+    the budget.
 
     Args:
         plan: The plan of a model.
         name: The model's name.
-        held_bytes: Memory of this process already.
+        held_bytes: Memory that this process already holds.
         rooms: The memory of the machine and of its control groups.
     """
     smallest = min(rooms, key=lambda room: room.limit_bytes)
@@ -152,7 +155,9 @@ def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[Memo
 
 
 def context_words(plan: Plan) -> str:
-    """Words on a plan's context, why it isn't longer, and what a longer one than the default takes."""
+    """A sentence on a plan's context: its length, why it isn't longer, and how much memory a longer one
+    takes.
+    """
     why = f", as {plan.wanted_context} would not fit" if plan.wanted_context else ""
     if plan.context_share:
         taken = 100 * plan.kv_cache_bytes // max(1, plan.budget_bytes)
@@ -161,7 +166,7 @@ def context_words(plan: Plan) -> str:
 
 
 def verdict(plan: Plan, fitting_context: int) -> str:
-    """Words on whether a plan fits, and what would help.
+    """A sentence on whether a plan fits, and what would help if not.
 
     fitting_context: the longest context that would fit; 0 for none.
     """

@@ -70,8 +70,8 @@ class MemoryModel(ABC):
 
     runtime: resolved. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
     second model that drafts, with a full context. datastore_bytes: memory of an open datastore of
-    continuations. draft_layer_bytes: of a draft layer, with a full context. drafts_itself: whether the model
-    is a second one that drafts.
+    continuations. draft_layer_bytes: memory of a draft layer, with a full context. drafts_itself: whether
+    this model is itself the second model that drafts.
     """
 
     config: ModelConfig
@@ -91,12 +91,12 @@ class MemoryModel(ABC):
 
     @property
     def dense(self) -> SegmentShape | None:
-        """Pieces of memory for neurons that aren't experts', if they may come from flash; else None."""
+        """Memory pieces for neurons that belong to no expert; None if these never come from flash."""
         return None
 
     @property
     def matrices(self) -> MatrixShape | None:
-        """Units of the matrices of every token, if these may come from flash; else None."""
+        """The units of the matrices that every token uses; None if these never come from flash."""
         return None
 
     @property
@@ -110,7 +110,7 @@ class MemoryModel(ABC):
 
     @property
     def library_bytes(self) -> int:
-        """Code of the backend's libraries that is mapped when a pass first runs it."""
+        """Bytes of the backend's library code, which the system maps when a pass first runs it."""
         return 0
 
     @property
@@ -135,7 +135,7 @@ class MemoryModel(ABC):
 
     @property
     def widest_format(self) -> RowFormat:
-        """The format whose inputs take most memory."""
+        """The matrix format whose inputs take the most memory."""
         stored = [self.quant.plain, *(stored for _, stored in self.quant.formats)]
         return min(stored, key=lambda it: it.group_size)
 
@@ -159,15 +159,16 @@ class MemoryModel(ABC):
 
     @property
     def _holds_gates(self) -> bool:
-        """True if every layer's gate rows stay in memory. Those of experts come with the experts."""
+        """Whether every layer's gate rows stay in memory. The gate rows of experts come with the experts."""
         return self.config.experts is None and self.runtime.sparsity == "exact"
 
     @property
     def weights_bytes(self) -> int:
-        """Weights of every token: attention, norms, head, checksum tables, and those that select neurons.
+        """Bytes of the weights that every token uses: attention, norms, head, checksum tables, and weights
+        that select neurons.
 
-        Matrices count here unless they are in `matrices`, and neurons that aren't experts' unless they have
-        `dense` pieces.
+        Matrices count here unless they are in `matrices`. Neurons that belong to no expert count here unless
+        they have `dense` pieces.
         """
         selecting = 0
         if self.selects_neurons:
@@ -184,12 +185,14 @@ class MemoryModel(ABC):
 
     @property
     def looks_up_head(self) -> bool:
-        """True if rows of the embedding are looked up in the head, which has equal rows."""
+        """True if embedding rows are looked up in the output head, whose rows are equal."""
         return False
 
     @property
     def embedding_bytes(self) -> int:
-        """The embedding table in memory; 0 in a part without it, and if the head is looked up."""
+        """Bytes of the embedding table in memory; 0 in a part without it, and if embeddings are looked up in
+        the head.
+        """
         if not self.config.part.embeds or self.looks_up_head:
             return 0
         return embedding_tiles(self.config) * embedding_layout(self.config, self.quant).stride
@@ -235,14 +238,15 @@ class MemoryModel(ABC):
 
     @property
     def _logit_bytes(self) -> int:
-        """Bytes of one token's logit where a text is decoded: the head's output and the caller's copy."""
+        """Bytes of one logit of a token, which exists twice: in the head's output, and in the caller's copy."""
         return 2 * 4
 
     def joined_bytes(self, tokens: int) -> int:
-        """Scratch memory that a pass over `tokens` tokens of several texts adds to one of one text.
+        """Scratch memory that a pass over `tokens` tokens of several texts needs in addition to a pass over
+        one text.
 
-        These are the other texts' logits, from the head and copied, attended values, copied and joined, and
-        rotary tables. Rows of recurrent layers are also copied and joined around a checkpoint.
+        It holds the other texts' logits, both from the head and copied; attended values, both copied and
+        joined; and rotary tables. Rows of recurrent layers are also copied and joined around a checkpoint.
         """
         others, config = self.runtime.parallel - 1, self.config
         if not others:
@@ -257,10 +261,10 @@ class MemoryModel(ABC):
         return others * (2 * 4 * config.logits_size + tables) + 2 * 4 * config.query_size * self.pass_tokens
 
     def message_bytes(self, tokens: int) -> int:
-        """Bytes of a pass's messages over `tokens` tokens, where several machines share the model.
+        """Bytes of the messages of a pass over `tokens` tokens, if several machines share the model.
 
-        A message has a row as it leaves a layer, inputs of later layers, and states for draft layers and
-        streams.
+        A message holds each token's row after a layer, inputs of later layers, and states for draft layers
+        and streams.
         """
         config, speculation = self.config, self.runtime.speculation
         if config.part == FULL_MODEL:
@@ -284,22 +288,24 @@ class MemoryModel(ABC):
 
     @property
     def _slots(self) -> SlotShape:
-        """Slots for selected neurons: of full records if no gate row is in memory."""
+        """Slots for selected neurons. They hold full records if gate rows don't stay in memory."""
         return slot_shape(self.config, self.quant, full_records=self._used_predictors is not None)
 
     @property
     def _fetch(self) -> BufferShape:
-        """Staging for the records of selected neurons."""
+        """The buffers that records of selected neurons are read into."""
         return fetch_shape(self._slots.slot_bytes)
 
     @cached_property
     def _matrices(self) -> tuple[TiledMatrix, ...]:
-        """The matrices of every token, except neurons."""
+        """The matrices that every token uses, without neurons."""
         return resident_matrices(self.config, self.quant)
 
     @property
     def _matrices_bytes(self) -> int:
-        """Attention, vectors and head, packed, and the checksums of everything that is read in pieces."""
+        """Bytes of attention, vectors and head, packed, and of the checksums of everything that is read in
+        pieces.
+        """
         config, quant = self.config, self.quant
         weights = sum(matrix.nbytes for matrix in self._matrices)
         weights += 4 * vectors_size(config) + self._cutoff_bytes
@@ -314,7 +320,7 @@ class MemoryModel(ABC):
 
     @property
     def _extra_floats(self) -> int:
-        """Values of a token in arrays of blocks that few models have."""
+        """Number of float values that a token has in arrays of blocks that few models have."""
         config = self.config
         if config.is_plain:
             return 0
@@ -349,9 +355,11 @@ class MemoryModel(ABC):
 
     @property
     def _latent_floats(self) -> int:
-        """Values of a token in latent attention, in addition to `qkv_size` and `query_size`: the projection
-        of queries and latents; queries, and their parts that meet latents; heads' outputs; and copies in the
-        heads' order.
+        """Number of float values that a token has in latent attention, in addition to `qkv_size` and
+        `query_size`.
+
+        They are the projection of queries and latents; queries, and their parts that meet latents; heads'
+        outputs; and copies in the heads' order.
         """
         most = 0
         for layer in self.config.layers:
@@ -364,8 +372,10 @@ class MemoryModel(ABC):
 
     @property
     def _mixture_floats(self) -> int:
-        """Values of a token in a layer with experts: its normed input, that gathered for an expert, its
-        output, and the router's. Experts' outputs are in `_expert_outputs_bytes`.
+        """Number of float values that a token has in a layer with experts: its normed input, that gathered
+        for an expert, its output, and the router's.
+
+        Experts' outputs are in `_expert_outputs_bytes`.
         """
         if self.config.experts is None:
             return 0
@@ -380,7 +390,7 @@ class MemoryModel(ABC):
         return arrays * hidden + 20 * self.config.experts.count + lanes
 
     def _expert_outputs_bytes(self, tokens: int) -> int:
-        """Outputs of an expert for all tokens, or of all experts of a few tokens."""
+        """Bytes of the outputs of one expert for all tokens, or of all experts for a few tokens."""
         experts = self.config.experts
         if experts is None:
             return 0
@@ -388,9 +398,10 @@ class MemoryModel(ABC):
 
     @property
     def _cutoff_bytes(self) -> int:
-        """Gate projections, packed, of layers whose cutoff takes all of a token's gates.
+        """Bytes of the packed gate projections of layers whose statistical cutoff needs all of a token's
+        gates.
 
-        Modes that keep all gates in memory count them there.
+        0 in modes that keep all gates in memory, because these are counted there.
         """
         if self._holds_gates:
             return 0
@@ -399,17 +410,19 @@ class MemoryModel(ABC):
 
     @property
     def _gates_bytes(self) -> int:
-        """Every layer's gate projection, packed, with each row's checksum, and its bias."""
+        """Bytes of every layer's packed gate projection, with each row's checksum and its bias."""
         vectors = 2 if self.config.feed_forward.bias else 1
         packed = sum(map(self._gate_rows_bytes, self.config.widths))
         return packed + 4 * vectors * self.config.num_neurons
 
     def _gate_rows_bytes(self, neurons: int) -> int:
-        """The gate projection of `neurons` neurons, packed."""
+        """Bytes of the packed gate projection of `neurons` neurons."""
         return interleaved_bytes(neurons, self.config.hidden_size, self.quant.of("feed_forward"))
 
     def _adapter_bytes(self, nodes: int) -> int:
-        """Adapters of multi-stream attention, if it runs, and its drafter for drafts of `nodes` tokens."""
+        """Bytes of multi-stream attention, if it runs: its adapters, and its drafter for drafts of `nodes`
+        tokens.
+        """
         streams, speculation = self.streams, self.runtime.speculation
         if streams is None or not runs_streams(speculation, streams):
             return 0
@@ -423,8 +436,8 @@ class MemoryModel(ABC):
     def _adapted_row_bytes(self, streams: MultiStreams) -> int:
         """Scratch memory that adapters add to a row.
 
-        It has the row between the two matrices, their output, and a copy of the feed-forward block's input.
-        Inputs of 16-bit matrices are separate from those of other widths.
+        It holds the row between an adapter's two matrices, their output, and a copy of the feed-forward
+        block's input. Inputs of 16-bit matrices are stored apart from inputs of other widths.
         """
         config = self.config
         rank = max(streams.attention_rank, streams.feed_forward_rank)
@@ -435,7 +448,7 @@ class MemoryModel(ABC):
 
     @property
     def _widest_input(self) -> int:
-        """Columns of the widest matrix, except neurons; experts that are matrices count."""
+        """Columns of the widest matrix. Neurons don't count, but experts that are stored as matrices do."""
         config, experts = self.config, self.config.experts
         others = [weight.shape[1] for weight in extra_matrices(config)]
         for layer in config.layers:
@@ -451,7 +464,8 @@ class MemoryModel(ABC):
     def _selecting_bytes(self, tokens: int) -> int:
         """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.
 
-        Gates count too if scores are others; with predictors, so do the rows between their two matrices.
+        If scores are something other than gates, gates count too; with predictors, so do the rows between
+        their two matrices.
         """
         if not self.selects_neurons:
             return 0
@@ -471,9 +485,10 @@ class MemoryModel(ABC):
 
 
 def input_bytes(cols: int, stored: RowFormat) -> int:
-    """A row that a matrix multiplies: floats at 16 bits, else int8 codes, and per 64 two sums and a scale.
+    """Bytes of a row in the form in which a matrix multiplies it.
 
-    Groups of 32 need two of each per 64 columns; groups of 16 need four integer sums more than these.
+    At 16 bits these are floats, otherwise int8 codes, and for each 64 columns two sums and a scale. Groups of
+    32 need two of each for 64 columns; groups of 16 need four more integer sums.
     """
     cols = padded(cols, GROUP_SIZE)
     if stored.bits == 16:

@@ -60,7 +60,8 @@ The 3 GB that MLX takes while it compiles a kernel aren't in the plan."""
 
 @dataclass(frozen=True)
 class MlxMemory(MemoryModel):
-    """Memory of MLX: a bundle's own codes, with scales, biases and 16-bit values in the operands' type.
+    """A model's memory under MLX: the bundle's codes as they are, and scales, biases and 16-bit values in the
+    operands' type.
 
     operand_bytes: bytes of a matrix operand, 4 or 2. cuda: whether MLX computes on a CUDA GPU: flash is then
     read into plain memory, and multiplied parts are copied into arrays.
@@ -75,7 +76,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def ranges(self) -> SegmentShape:
-        """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
+        """The ranges of neurons that are summed separately, in every sparsity mode."""
         if self.config.is_sliced:
             shape = segment_shape(self.config, self.quant)
             layer_bytes = tuple(padded(it, PAGE_BYTES) for it in self._slice_bytes)
@@ -85,7 +86,9 @@ class MlxMemory(MemoryModel):
 
     @property
     def stage_neurons(self) -> int:
-        """Neurons of one stage: a token's of a layer, each range in whole blocks, or at least a segment's."""
+        """Neurons of one stage: those that a token selects in a layer, each range in full blocks, but at
+        least a segment.
+        """
         ranges = self.ranges
         selected = padded(fetch_neurons(self.config), GROUP_SIZE) + max(ranges.per_layer) * GROUP_SIZE
         return max(ranges.neurons, selected)
@@ -112,7 +115,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def buffers(self) -> BufferShape:
-        """Read buffers. In dense mode a piece is one segment, so that sums don't depend on residency."""
+        """Read buffers. In dense mode a piece is one segment, so that sums don't depend on what is in memory."""
         if self.config.experts is not None:
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
@@ -142,9 +145,11 @@ class MlxMemory(MemoryModel):
 
     @property
     def _piece_of_slices(self) -> tuple[int, int]:
-        """Bytes of the largest slice in rows, and of the temporary arrays while its tiles become rows.
+        """Bytes of the largest slice as rows, and of the temporary arrays that exist while its tiles become
+        rows.
 
-        These are copies of its matrices, and three arrays of floats of one that becomes float16 values.
+        The temporary arrays are copies of the slice's matrices, and three arrays of floats for a matrix that
+        becomes float16 values.
         """
         on_flash = (max(it.stride, it.tiles.stride) for it in self._slice_layouts)
         nbytes = max(*on_flash, *(it.stride for it in self._slices_in_rows))
@@ -182,7 +187,7 @@ class MlxMemory(MemoryModel):
         return super().draft_bytes + self._wider_bytes(elements, RowFormat(streams.bits))
 
     def activation_bytes(self, tokens: int) -> int:
-        """A layer's activations before MLX frees them, with all of attention's scores and masks."""
+        """Bytes of a layer's activations before MLX frees them, with all of attention's scores and masks."""
         config, context = self.config, self.max_context
         neurons = max(fetch_neurons(config), config.widest)
         if config.experts is not None:
@@ -202,7 +207,7 @@ class MlxMemory(MemoryModel):
         return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)
 
     def _recurrent_bytes(self, tokens: int) -> int:
-        """Values that a recurrent layer computes from its projection, and the states of a run of tokens."""
+        """Bytes of what a recurrent layer computes from its projection, and of the states of a run of tokens."""
         most = 0
         for layer in self.config.layers:
             floats, state = 0, 0
@@ -221,7 +226,7 @@ class MlxMemory(MemoryModel):
         return 4 * most
 
     def _mixture_bytes(self, tokens: int) -> int:
-        """Inputs, gates, ups and outputs of a layer's experts, and the router's values."""
+        """Bytes of the inputs, gates, ups and outputs of a layer's experts, and of the router's values."""
         experts = self.config.experts
         if experts is None:
             return 0
@@ -234,7 +239,8 @@ class MlxMemory(MemoryModel):
 
     @property
     def _stored_bytes(self) -> int:
-        """Copies of a full context's keys and values in addition to the stored ones (`backends/mlx_kv.py`).
+        """Bytes of copies of a full context's keys and values, in addition to the stored ones
+        (`backends/mlx_kv.py`).
 
         A layer's keys and values exist twice while they grow, and are copied if they aren't stored in the
         operands' type. Both happen layer by layer, while the next layer begins.
@@ -259,12 +265,12 @@ class MlxMemory(MemoryModel):
 
     @property
     def _slices_in_rows(self) -> list[ExpertLayout]:
-        """`_slice_layouts` with joined planes, and matrices in rows."""
+        """The layouts of `_slice_layouts` after planes are joined and matrices are turned into rows."""
         return [rows_layout(layout.tiles) for layout in self._slice_layouts]
 
     @property
     def _slice_bytes(self) -> list[int]:
-        """Bytes of a slice of each layer as it is multiplied."""
+        """For each layer, the bytes of a slice in the form in which it is multiplied."""
         return [
             sum(
                 held_bytes(it.rows * it.row.padded_cols, it.row.stored, self.operand_bytes)
@@ -274,8 +280,8 @@ class MlxMemory(MemoryModel):
         ]
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
-        """The bytes that MLX adds to stored matrices: operands wider than float16, implied biases, and
-        formats that it can't multiply as they are stored.
+        """Bytes that MLX needs in addition to the stored matrices: for operands wider than float16, implied
+        biases, and formats that it can't multiply as they are stored.
         """
         if stored.tiles_only:
             held = held_bytes(elements, rows_format(stored), self.operand_bytes)
@@ -285,7 +291,7 @@ class MlxMemory(MemoryModel):
 
 
 def held_bytes(elements: int, stored: RowFormat, operand_bytes: int) -> int:
-    """Matrices of `elements` elements, whose rows are whole groups."""
+    """Bytes of matrices with `elements` elements in MLX's memory. Their rows are full groups."""
     if stored.bits == 16:
         return elements * operand_bytes
     scale_bytes = 1 if stored.mxfp4 else 2 * operand_bytes  # or of a scale and a bias

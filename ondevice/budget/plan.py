@@ -40,7 +40,7 @@ QUOTA_MARGIN_BYTES = 12 << 20
 
 
 class Held(NamedTuple):
-    """Weights in memory: units of matrices, and segments of neurons."""
+    """What stays in memory: the number of matrix units, and the number of segments of neurons."""
 
     units: int
     segments: int
@@ -48,7 +48,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of every part under `budget_bytes`. No other field depends on the budget."""
+    """The memory of every part of a model under a budget. Apart from `budget_bytes`, no field depends on the
+    budget.
+    """
 
     budget_bytes: int
     weights_bytes: int
@@ -99,7 +101,7 @@ class Plan:
 
     @cached_property
     def full_bytes(self) -> int:
-        """The budget at which everything is resident, with a full context: more changes nothing."""
+        """The budget at which everything stays in memory, with a full context. A larger one changes nothing."""
         resident = self.resident_budget_bytes + self.embedding_bytes + self.kv_marks_bytes
         return max(resident, self.minimum_budget_bytes)
 
@@ -110,7 +112,7 @@ class Plan:
 
     @cached_property
     def least_budget_bytes(self) -> int:
-        """The same without a margin: enough by this measurement of the process."""
+        """The smallest budget that works, like `minimum_budget_bytes`, but without the margin."""
         return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
 
     @property
@@ -130,7 +132,7 @@ class Plan:
 
     @property
     def minimum_parts(self) -> dict[str, int]:
-        """The parts of `minimum_budget_bytes`, by the names that messages give them."""
+        """The parts of `minimum_budget_bytes` in bytes, by the names that messages use."""
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} token{'s' if self.max_context > 1 else ''}": self.kv_cache_bytes,
@@ -160,7 +162,7 @@ class Plan:
 
     @property
     def suffices(self) -> bool:
-        """True if the budget is enough, control groups aside."""
+        """True if the budget is enough. Limits of control groups aren't considered."""
         return self.budget_bytes >= self.least_budget_bytes
 
     @property
@@ -180,17 +182,17 @@ class Plan:
 
     @property
     def reads_once(self) -> bool:
-        """True if tokens read from flash only what then stays in memory."""
+        """True if tokens read only such weights from flash as stay in memory from then on."""
         # A plan without an embedding table reads a row of it for every token, unless that is in the head.
         return self.embedding_resident and (self.embedding_bytes > 0 or self.looks_up_head)
 
     @property
     def dense_segments(self) -> int:
-        """Segments that keep neurons which aren't experts': as many as fit with the fewest experts.
+        """Number of segments for neurons that belong to no expert: as many as fit with the fewest experts.
 
-        Every token uses these neurons, so they come before experts that aren't needed at once, after a full
-        context and the widest pass. Memory of shorter contexts and narrower passes goes to experts, so this
-        number changes with the budget only.
+        Every token uses these neurons, so they get memory before experts that aren't needed at once, after a
+        full context and the widest pass. Memory of shorter contexts and narrower passes goes to experts, so
+        this number changes only with the budget.
         """
         if self.dense is None:
             return 0
@@ -199,17 +201,19 @@ class Plan:
 
     @property
     def dense_quota(self) -> tuple[int, ...]:
-        """`dense_segments` by layer; empty if no such neurons may come from flash."""
+        """`dense_segments` divided among the layers; empty if no neurons outside experts come from flash."""
         return () if self.dense is None else self.dense.quota(self.dense_segments)
 
     @cached_property
     def held_units(self) -> int:
-        """Units of `matrices` that stay in memory with a full context and in the widest pass."""
+        """Number of units of `matrices` that stay in memory with a full context and in the widest pass."""
         return self.held_weights(self.kv_cache_bytes).units
 
     @property
     def holds_matrices(self) -> bool:
-        """True if every matrix that all tokens use then stays in memory."""
+        """True if every matrix that all tokens use stays in memory with a full context and in the widest
+        pass.
+        """
         return self.matrices is None or self.held_units == len(self.matrices.unit_bytes)
 
     @property
@@ -218,20 +222,23 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers for offloaded weights. If all weights fit, the first passes, or the first after a budget
-        has grown, read them through these."""
+        """Bytes of the buffers for offloaded weights.
+
+        Even if all weights fit, the first passes, and the first ones after the budget grows, read weights
+        through them.
+        """
         return self.buffers.nbytes
 
     @property
     def model_bytes(self) -> int:
-        """All weights of the model in memory."""
+        """Bytes of all of the model's weights in memory."""
         dense = 0 if self.dense is None else self.dense.bytes_of(self.dense.total)
         neurons = self.segment.bytes_of(self.segment.total)
         return self.weights_bytes + self._matrices_total + self.embedding_bytes + dense + neurons
 
     @property
     def neuron_cache_bytes(self) -> int:
-        """Feed-forward memory that is left in the widest pass with a full context."""
+        """Bytes of feed-forward memory that are left in the widest pass with a full context."""
         return self.segment.bytes_of(self.segments_for(self.kv_cache_bytes))
 
     @property
@@ -242,9 +249,9 @@ class Plan:
 
     @property
     def start_bytes(self) -> int:
-        """Bytes of `total_bytes` that a text takes at first. Its keys and values grow block by block.
+        """The part of `total_bytes` that a text takes at first. Its keys and values grow block by block.
 
-        If weights come from flash, neurons have the other bytes until then.
+        If weights come from flash, neurons use the remaining bytes until then.
         """
         units, segments = self.held_weights(self.kv_block_bytes)
         held = self._matrix_bytes(units) + self.segment.bytes_of(segments)
@@ -252,7 +259,7 @@ class Plan:
 
     @property
     def kv_limit_bytes(self) -> int:
-        """Most that the key/value caches of all sessions together may hold."""
+        """The most bytes that the key/value caches of all sessions may hold together."""
         held = self.segment.bytes_of(self.segment.least if self.offloads_weights else self.segment.total)
         held += self._shared_bytes if self.offloads_weights else self._matrices_total
         most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
@@ -260,14 +267,17 @@ class Plan:
 
     @property
     def claim_bytes(self) -> int:
-        """Most memory of the model itself, with one full context: no process, no other models."""
+        """The most bytes that the model itself may hold, with one full context: without the process and other
+        models.
+        """
         most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
     def held_weights(self, kv_bytes: int, tokens: int | None = None) -> Held:
         """Weights that may be held with `kv_bytes` of key/value blocks: matrices first, then neurons.
 
-        Drafts' weights come first: matrices of layers and of the draft head, then high planes of neurons.
+        The weights that drafts use come before others: matrices of layers and of the draft head, then high
+        planes of neurons.
 
         tokens: width of the widest pass whose scratch memory is held, by default the widest of all.
         """
@@ -285,24 +295,25 @@ class Plan:
         return Held(units, self.segment.fitting(left - self.matrices.bytes_of(units)))
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
-        """The segments of `held_weights(kv_bytes, tokens)`."""
+        """The segments part of `held_weights(kv_bytes, tokens)`."""
         return self.held_weights(kv_bytes, tokens).segments
 
     @property
     def kept_slots(self) -> int:
-        """Slots that keep neurons or experts while decoding with a full context; 0 without slots."""
+        """Number of slots that keep neurons or experts during decoding with a full context; 0 without slots."""
         return self.kept_slots_for(self.kv_cache_bytes)
 
     def kept_slots_for(self, kv_bytes: int) -> int:
-        """`kept_slots` with `kv_bytes` of key/value blocks."""
+        """Number of slots that keep neurons or experts with `kv_bytes` of key/value blocks; 0 without slots."""
         if not isinstance(self.segment, SlotShape):
             return 0
         slots = self.segments_for(kv_bytes, DECODE_TOKENS) * self.segment.slots
         return max(0, slots - self.segment.reserve)
 
     def working_bytes(self, tokens: int) -> int:
-        """Scratch memory for passes of `tokens` tokens: linear from a decoding pass to the widest, and a
-        margin."""
+        """Scratch memory for passes of `tokens` tokens, with a margin. Linear between a decoding pass and the
+        widest pass.
+        """
         more = max(0, tokens - DECODE_TOKENS)
         span = max(1, self.pass_tokens - DECODE_TOKENS)
         idle = self.activation_bytes - self.decode_activation_bytes
@@ -310,7 +321,9 @@ class Plan:
         return min(self.activation_bytes, line + QUOTA_MARGIN_BYTES)
 
     def with_budget(self, budget_bytes: int) -> Plan:
-        """The same model and process under another budget. Raises UsageError for no number of bytes."""
+        """The plan of the same model and process under another budget. Raises UsageError if it isn't a number
+        of bytes.
+        """
         try:
             return replace(self, budget_bytes=index(budget_bytes))
         except TypeError as error:
@@ -351,18 +364,18 @@ class Plan:
 
     @property
     def _bare_bytes(self) -> int:
-        """Memory in total with a full context and the fewest feed-forward segments."""
+        """Total memory with a full context and the fewest feed-forward segments."""
         least = self.segment.bytes_of(self.segment.least) + self._streaming_bytes
         return self._always_bytes + self.buffers.nbytes + self.kv_cache_bytes + least
 
     @property
     def _streaming_bytes(self) -> int:
-        """Memory through which matrices are read in every pass."""
+        """Bytes of the memory through which every pass reads matrices."""
         return 0 if self.matrices is None else self.matrices.streaming_bytes
 
     @property
     def _shared_bytes(self) -> int:
-        """Memory for copies of matrices that aren't held; freed once all are."""
+        """Bytes for copies of matrices that don't stay in memory. They are freed once all matrices stay."""
         return 0 if self.matrices is None else self.matrices.shared_bytes
 
     @property
@@ -371,7 +384,7 @@ class Plan:
 
     @property
     def _loading_bytes(self) -> int:
-        """The peak while weights are loaded. Bytes read ahead exist twice: in a piece, and in a block."""
+        """The peak memory during loading. Bytes that are read ahead exist twice: in a piece and in a block."""
         ahead = min(LOADING_BYTES, 2 * self.weights_bytes)
         ahead += min(LOADING_PREDICTORS_BYTES, self.predictor_bytes)
         return self._always_bytes - self.activation_bytes + ahead
@@ -387,18 +400,20 @@ class Plan:
 
     @property
     def _kept_weights_bytes(self) -> int:
-        """Dense segments, the resident embedding table, and the slots through which units are read."""
+        """Bytes of dense segments, of the embedding table if it stays in memory, and of the slots through
+        which units are read.
+        """
         dense = 0 if self.dense is None else self.dense.bytes_of(self.dense_segments)
         slots = 0 if self.matrices is None else self.matrices.slots_bytes
         return dense + slots + (self.embedding_bytes if self.embedding_resident else 0)
 
     def _matrix_bytes(self, units: int) -> int:
-        """Memory of the matrices with `units` units held."""
+        """Bytes of the matrices if `units` units stay in memory."""
         return 0 if self.matrices is None else self.matrices.bytes_of(units)
 
     @property
     def _fixed_bytes(self) -> int:
-        """Everything except the key/value cache, the segments and the units of matrices."""
+        """Bytes of everything except the key/value cache, the segments and the units of matrices."""
         return self._always_bytes + self._kept_weights_bytes + self.staging_bytes
 
 
@@ -406,7 +421,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
     """Divide a budget among the parts of a model. A budget that is too small gives a plan that doesn't fit.
 
     process_bytes: memory of the process before anything of the model is loaded. Raises UsageError if the
-    context asked for is longer than the model's.
+    context in the options is longer than the model's.
     """
     kv, widest = memory.kv, memory.pass_tokens
     decoded = min(widest, DECODE_TOKENS) + memory.stream_rows

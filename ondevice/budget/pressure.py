@@ -1,10 +1,10 @@
-"""Memory pressure: its level by a reading of memory, and the DRAM budget that follows from it.
+"""Memory pressure: its level for a reading of memory, and the DRAM budget that follows from it.
 
 Pure functions of readings, budgets and a clock's time: `pressure_sources.py` makes the readings,
 `budget_watch.py` applies the budgets. Sizes are bytes, times are seconds of a monotonic clock.
 
-Pressure is memory that others take of the memory that this process could have when the model was loaded. A
-model that has all of a control group's memory feels no pressure from the group being full.
+Pressure is the memory that other processes take out of what this process could have when the model was
+loaded. If the model alone fills a control group, that is no pressure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS: tuple[Level, ...] = ("normal", "warning", "critical")
 
 @dataclass(frozen=True)
 class Reading:
-    """A reading of memory where it is scarcest for this process: on the machine, or in a control group."""
+    """How much memory there is where it is scarcest for this process: on the machine, or in a control group."""
 
     limit_bytes: int
     """Total memory."""
@@ -75,7 +75,7 @@ DEFAULT_PRESSURE = PressureConfig()
 
 @dataclass(frozen=True)
 class Bounds:
-    """A budget and the limits between which it may move."""
+    """The present budget, and the limits between which it may move."""
 
     current_bytes: int
     floor_bytes: int
@@ -86,7 +86,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class PressureState:
-    """State that is kept from look to look."""
+    """What is remembered from one look at memory to the next."""
 
     usual_room_bytes: int
     """Memory that this process held, or could get, at the first look."""
@@ -103,7 +103,7 @@ class PressureState:
 def advance(
     state: PressureState | None, reading: Reading, bounds: Bounds, now: float, config: PressureConfig
 ) -> tuple[PressureState, int]:
-    """The state after a look, and the budget that it calls for.
+    """The state after one look at memory, and the budget in bytes that it calls for.
 
     Args:
         state: The state before; None at the first look.
@@ -135,7 +135,8 @@ def _share(share: float, reading: Reading, least_bytes: int) -> int:
 
 
 def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureConfig) -> int:
-    """Memory that must stay free in addition to the budget; below 0 if the user's budget left none at load.
+    """Memory that must stay free in addition to the budget. It is negative if the user's budget left none
+    free at load.
 
     usual_spare: memory that the largest budget left free when the model was loaded.
     """
@@ -144,8 +145,11 @@ def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureCon
 
 
 def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> Level:
-    """The level. over: the budget exceeds what others leave. hit: usage has hit the limit since the last
-    look."""
+    """The pressure level.
+
+    over: whether the budget exceeds what other processes leave. hit: whether usage has reached the limit
+    since the last look.
+    """
     available = reading.available_bytes / max(1, reading.limit_bytes)
     levels: list[Level] = ["normal"]
     if available < config.reported_share:
@@ -161,7 +165,9 @@ def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> L
 def _target(
     state: PressureState, bounds: Bounds, fitting: int, over: bool, now: float, config: PressureConfig
 ) -> int:
-    """The budget to have now. fitting: the budget that others leave, with a margin."""
+    """The budget in bytes to have now. fitting: the budget that other processes leave room for, with a
+    margin.
+    """
     current, floor, ceiling = bounds.current_bytes, bounds.floor_bytes, bounds.ceiling_bytes
     step = max(1, (ceiling - floor) // config.steps)
     since = now - state.changed_at

@@ -40,7 +40,7 @@ class PressureSource(Protocol):
         """One reading. Raises BackendUnavailableError if the system gives none."""
 
     def close(self) -> None:
-        """End. Idempotent."""
+        """Stop reading. Idempotent."""
 
 
 def system_source(wake: Wake) -> PressureSource:
@@ -49,13 +49,15 @@ def system_source(wake: Wake) -> PressureSource:
 
 
 class LinuxSource:
-    """Reads the machine and control groups of both versions; the one with least memory available counts."""
+    """Reads the machine and control groups of both versions. The one with the least available memory counts."""
 
     def __init__(self, proc: Path = PROC, cgroup: Path = CGROUP) -> None:
         self._proc, self._cgroup = proc, cgroup
 
     def read(self) -> Reading:
-        """The machine or group with least memory available, and the waiting of its tasks."""
+        """The reading of the machine or group with the least available memory, and how long its tasks wait
+        for memory.
+        """
         process_bytes = process_memory(self._proc).current_bytes
         sizes = read_kilobytes(self._proc / "meminfo", ("MemTotal", "MemAvailable"))
         stalled, blocked = _stalls(self._proc / "pressure" / "memory")
@@ -72,11 +74,11 @@ class LinuxSource:
         return scarcest
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do: no files are kept open."""
 
 
 def _stalls(path: Path) -> tuple[float, float]:
-    """(some, full) of a PSI file over its last ten seconds, from 0 to 1; 0 where there is none."""
+    """(some, full) of a PSI file over the last ten seconds, from 0 to 1. Both are 0 if there is no such file."""
     shares = {"some": 0.0, "full": 0.0}
     for line in (read_text(path) or "").splitlines():
         kind, _, averages = line.partition(" avg10=")
@@ -100,7 +102,9 @@ class MacosSource:
     """Reads the kernel's level at every look, and gets events between looks, which call `wake`."""
 
     def __init__(self, wake: Wake, library: Any = None) -> None:
-        """library: libSystem, or a stand-in for tests. If it refuses events, only looks tell."""
+        """library: libSystem, or a stand-in for tests. If it refuses events, pressure is noticed only at
+        looks.
+        """
         self._event: Level = "normal"
         self._wake = wake
         self._library = ctypes.CDLL("/usr/lib/libSystem.B.dylib") if library is None else library
@@ -116,7 +120,7 @@ class MacosSource:
         return Reading(memory_total(), memory_available(), process_memory().current_bytes, reported=worse)
 
     def close(self) -> None:
-        """End. Idempotent. An event that is on its way is ignored."""
+        """Stop receiving events. Idempotent. An event that is on its way is ignored."""
         if _listening.pop(self._key, None) is not None:
             self._library.dispatch_source_cancel(self._source)
             self._library.dispatch_release(self._source)
@@ -153,7 +157,9 @@ _listening: dict[int, MacosSource] = {}
 
 @functools.cache
 def _handler() -> Any:
-    """The function that all events call. It is never freed, so no event calls a dead one."""
+    """The function that the system calls for all events. It is never freed, because an event may still call
+    it.
+    """
 
     def event(key: int | None) -> None:
         source = _listening.get(key or 0)

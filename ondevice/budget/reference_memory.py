@@ -54,8 +54,10 @@ class ReferenceMemory(CpuMemory):
         return BufferShape(0, 0, 0, 0)
 
     def activation_bytes(self, tokens: int) -> int:
-        """The kernels' activations and numpy's temporaries, for a pass of any width: wide hidden values, all
-        scores, and keys and values read back."""
+        """Bytes of the kernels' activations and numpy's temporaries, for a pass of any width.
+
+        Temporaries are wide hidden values, all scores, and keys and values that are read back.
+        """
         config, context, chunk = self.config, self.max_context, self.pass_tokens
         hidden = 16 * chunk * config.widest
         temporaries = hidden + 8 * chunk * context + 6 * config.kv_size * context

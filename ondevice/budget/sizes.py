@@ -93,7 +93,7 @@ class SegmentShape:
 
     @property
     def least(self) -> int:
-        """Segments without which nothing can be computed."""
+        """The fewest segments with which anything can be computed."""
         return 0
 
     @property
@@ -106,20 +106,22 @@ class SegmentShape:
         return self._sums[segments]
 
     def fitting(self, nbytes: int) -> int:
-        """Most segments that `nbytes` bytes hold."""
+        """The most segments that fit into `nbytes` bytes."""
         return max(0, bisect_right(self._sums, nbytes) - 1)
 
     @property
     def high_planes(self) -> int:
-        """Segments that are high planes, or have one plane, and come first; 0 if none has two."""
+        """Number of segments that come first: high planes, and segments with one plane. 0 if no segment has
+        two planes.
+        """
         low = sum(most for most, high in zip(self.per_layer, self.high_bytes, strict=True) if high)
         return self.total - low if low else 0
 
     def quota(self, segments: int) -> tuple[int, ...]:
-        """Segments of each layer: as nearly the same share of every layer as can be.
+        """Number of segments of each layer: as nearly the same share of every layer as possible.
 
-        Layers get them in one fixed order, spread over the depth: with fewer segments no layer has more than
-        before.
+        Layers get segments in one fixed order, spread over the depth, so with fewer segments no layer gets
+        more.
         """
         counts = [0] * len(self.per_layer)
         for layer, _ in self._order[: max(0, segments)]:
@@ -128,7 +130,7 @@ class SegmentShape:
 
     @cached_property
     def _order(self) -> list[tuple[int, int]]:
-        """The layer of every segment, and its bytes, in the order in which layers get them."""
+        """For every segment in the order in which layers get them: its layer, and its bytes."""
         spread = sorted(range(len(self.per_layer)), key=lambda layer: f"{layer:020b}"[::-1])
         rank = {layer: place for place, layer in enumerate(spread)}
         places = [
@@ -140,13 +142,13 @@ class SegmentShape:
         return [(layer, self._bytes_of(layer, low)) for low, _, _, layer in sorted(places)]
 
     def _bytes_of(self, layer: int, low: bool) -> int:
-        """Bytes of a high or low plane of the layer, or of a segment without planes."""
+        """Bytes of a layer's low plane if `low`, otherwise of its high plane, or of a segment without planes."""
         segment, high = self.layer_bytes[layer], self.high_bytes[layer]
         return segment - high if low else high or segment
 
     @cached_property
     def _sums(self) -> list[int]:
-        """Bytes of the first n segments of the order, by n."""
+        """The bytes of the first n segments in the order of `_order`, indexed by n."""
         return [0, *accumulate(nbytes for _, nbytes in self._order)]
 
 
@@ -154,7 +156,7 @@ class SegmentShape:
 class SlotShape:
     """The equal pieces of memory for single neurons: `slots` slots for one neuron each.
 
-    `reserve` slots are for neurons that are read for one pass; `least` segments hold them.
+    `reserve` slots are for neurons that are read for one pass only; they take `least` segments.
     """
 
     slots: int
@@ -172,7 +174,7 @@ class SlotShape:
         return segments * self.nbytes
 
     def fitting(self, nbytes: int) -> int:
-        """Most segments that `nbytes` bytes hold."""
+        """The most segments that fit into `nbytes` bytes."""
         return max(0, min(self.total, nbytes // self.nbytes))
 
     @property
@@ -182,22 +184,23 @@ class SlotShape:
 
     @property
     def least(self) -> int:
-        """Segments without which nothing can be computed."""
+        """The fewest segments with which anything can be computed."""
         return -(-self.reserve // self.slots)
 
     def quota(self, segments: int) -> tuple[int, ...]:
-        """One number for the model: layers share the slots of every segment."""
+        """One number for all layers together: they share the slots of every segment."""
         return (max(0, min(segments, self.total)),)
 
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """Memory for the matrices of every token, in units that are held in order: `matrix_units`.
+    """Memory for the matrices that every token uses, in the units of `matrix_units`, which are held in this
+    order.
 
-    unit_bytes: of each unit. draft_units: number of the first ones, which a draft's pass needs: every
+    unit_bytes: the bytes of each unit. draft_units: number of first units that a draft's pass needs: every
     layer's, and those of the draft head. piece_bytes: most bytes that are read at once, unless a tile is
-    longer. slot_bytes: of each of MATRIX_SLOTS slots through which units are read. shared_bytes: memory into
-    which units that aren't held are copied.
+    longer. slot_bytes: the bytes of each of the MATRIX_SLOTS slots through which units are read.
+    shared_bytes: memory into which units that don't stay in memory are copied.
     """
 
     unit_bytes: tuple[int, ...]
@@ -221,7 +224,9 @@ class MatrixShape:
         return self._sums[-1]
 
     def fitting(self, nbytes: int) -> int:
-        """Most units that `nbytes` bytes hold, with the memory that the others share, without the slots."""
+        """The most units that `nbytes` bytes can hold, including the memory that all other units share, but
+        not the slots.
+        """
         if nbytes >= self.total_bytes:
             return len(self.unit_bytes)
         held = bisect_right(self._sums, nbytes - self.shared_bytes) - 1
@@ -232,12 +237,14 @@ class MatrixShape:
         return self._sums[units]
 
     def bytes_of(self, units: int) -> int:
-        """Memory of `units` held units, with the memory that the others share, without the slots."""
+        """Bytes for holding `units` units, including the memory that all other units share, but not the
+        slots.
+        """
         return self._sums[units] + (self.shared_bytes if units < len(self.unit_bytes) else 0)
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:
-        """Bytes of the first n units, by n."""
+        """The bytes of the first n units, indexed by n."""
         return tuple(accumulate(self.unit_bytes, initial=0))
 
 
@@ -245,7 +252,7 @@ class MatrixShape:
 class BufferShape:
     """Buffers for reading offloaded records: `slots` of them, each for up to `neurons` records.
 
-    `packed_bytes` is the room in which one slot's records are packed before they are multiplied.
+    packed_bytes: bytes of the memory in which one slot's records are packed before they are multiplied.
     """
 
     neurons: int
@@ -259,14 +266,17 @@ class BufferShape:
 
 
 def interleaved_bytes(rows: int, cols: int, stored: RowFormat) -> int:
-    """A repacked (rows, cols) matrix: 16 rows side by side, per 64 columns their codes, scales, biases."""
+    """Bytes of a matrix (rows, cols) in the kernels' packing: 16 rows side by side, with codes, scales and
+    biases for every 64 columns.
+    """
     return padded(rows, INTERLEAVED_ROWS) * RowLayout(cols, *stored).nbytes
 
 
 def segment_shape(
     config: ModelConfig, quant: QuantConfig, block_bytes: int = 0, aim_bytes: int = SEGMENT_BYTES
 ) -> SegmentShape:
-    """Segments near `aim_bytes`, or an eighth of the widest layer if less, sized so that little is wasted.
+    """The division of feed-forwards into segments of about `aim_bytes`, or an eighth of the widest layer if
+    that is less. Sized so that little memory is wasted.
 
     Feed-forwards in slices have one segment per slice.
 
@@ -289,7 +299,8 @@ def segment_shape(
 
 
 def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
-    """Units of the matrices of every token, and pieces near 512 KiB, or half the largest unit if less.
+    """The units of the matrices that every token uses, and pieces near 512 KiB, or half the largest unit if
+    that is less.
 
     None if reading them would take as much memory as holding them.
     """
@@ -310,7 +321,9 @@ def matrix_shape(config: ModelConfig, quant: QuantConfig) -> MatrixShape | None:
 
 
 def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
-    """Segments for the neurons that aren't experts', in a model with experts; None if there are none."""
+    """Segments for the neurons that belong to no expert, in a model with experts. None if there are no such
+    neurons.
+    """
     widths = tuple(map(config.dense_neurons, config.layers))
     if config.experts is None or not any(widths):
         return None
@@ -318,7 +331,7 @@ def dense_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape | None:
 
 
 def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Sequence[int]) -> SegmentShape:
-    """`segment_shape` of layers with `widths` neurons.
+    """The `segment_shape` of layers with `widths` neurons.
 
     The segments' size follows from all of the model's layers, also in a part of a model, as some backends sum
     neurons segment by segment.
@@ -342,7 +355,7 @@ def _segments(widths: Sequence[int], unit: int, aim_bytes: int, model_widths: Se
 
 
 def slot_shape(config: ModelConfig, quant: QuantConfig, full_records: bool) -> SlotShape:
-    """Segments near 8 MiB, or a sixteenth of all neurons if that is less.
+    """Slots for single neurons, in segments near 8 MiB, or a sixteenth of all neurons if that is less.
 
     full_records: whether slots hold full records, or records without gate rows.
     """
@@ -358,7 +371,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, full_records: bool) -> S
 def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) -> SlotShape:
     """Slots for experts, in segments near 8 MiB, or a sixteenth of all experts if that is less.
 
-    The reserve holds a token's experts of one layer.
+    The reserve has room for one token's experts in one layer.
     """
     nbytes = expert_bytes(config, quant)
     # An expert has its offset in a page as on flash, so it may touch one page more, unless it and the neurons
@@ -375,7 +388,7 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
 
 
 def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Neurons that aren't experts' in a model with experts, packed, if they stay in memory."""
+    """Bytes of the packed neurons that belong to no expert, in a model with experts, if they stay in memory."""
     blocks = sum(-(-config.dense_neurons(layer) // GROUP_SIZE) for layer in config.layers)
     return blocks * _block_bytes(config, quant)
 
@@ -388,13 +401,14 @@ def fetch_neurons(config: ModelConfig) -> int:
 def prefetch_neurons(config: ModelConfig) -> int:
     """Most neurons of a layer that are prefetched: more than most devices read while a layer is computed.
 
-    Reads that haven't begun when the layer is computed are cancelled, so each device sets its own depth.
+    Reads that haven't begun when the layer is computed are cancelled, so how far it gets depends on the
+    device.
     """
     return fetch_neurons(config) // 2
 
 
 def fetch_shape(slot_bytes: int) -> BufferShape:
-    """Staging for records that are read one by one: a buffer for each read, and one for the caller."""
+    """Buffers for records that are read one by one: one for each read in flight, and one for the caller."""
     buffers = FETCH_DEPTH + FETCH_ENDED + 1
     return BufferShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
 
@@ -402,9 +416,10 @@ def fetch_shape(slot_bytes: int) -> BufferShape:
 def buffer_shape(
     config: ModelConfig, quant: QuantConfig, widths: Sequence[int] = (), most: int = 0
 ) -> BufferShape:
-    """Reads near 2 MiB, or a quarter of the widest layer if that is less, in whole blocks of 64 records.
+    """Read buffers for feed-forwards. A read is near 2 MiB, or a quarter of the widest layer if that is less,
+    in full blocks of 64 records.
 
-    Slices are read one by one, and multiplied where they were read.
+    Slices are read one by one, and multiplied in the buffer.
 
     widths: neurons of each layer that are read; by default all. most: most records of a read, in whole
     blocks; 0: no limit.
@@ -436,8 +451,8 @@ def buffer_shape(
 def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
     """Tokens that a session may hold. Raises UsageError for a `max_context` beyond the model's.
 
-    The default stays where rotary frequencies are the original ones, so that a smaller budget changes no
-    text.
+    The default is at most the length up to which rotary frequencies are the original ones, so that a smaller
+    budget changes no text.
     """
     if runtime.max_context < 0 or runtime.max_context > config.max_context:
         raise UsageError(
@@ -458,23 +473,23 @@ def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
-    """Most nodes of a draft, its root included: at most a chunk of a prompt."""
+    """The most nodes of a draft, including its root. Never more than a chunk of a prompt."""
     return min(DRAFT_NODES, runtime.prefill_chunk or PREFILL_CHUNK)
 
 
 def logits_rows(config: ModelConfig) -> int:
-    """Tokens whose logits are computed at once when every token's are computed."""
+    """Number of tokens whose logits are computed at once, if logits of all tokens are wanted."""
     return max(1, LOGITS_BYTES // (4 * config.vocab_size))
 
 
 def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
-    """Size of multi-stream attention's adapters, packed, and its embeddings."""
+    """Bytes of multi-stream attention's packed adapters, and of its embeddings."""
     matrices = streams.matrices(config).values()
     packed = sum(interleaved_bytes(rows, cols, RowFormat(streams.bits)) for rows, cols in matrices)
     return packed + 4 * streams.streams * config.hidden_size * streams.begins
 
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
+    """Bytes of 64 neurons packed for the kernels: gate, up and down rows, or without up rows."""
     rows = record_layout(config, quant).rows
     return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in rows)

@@ -1,4 +1,6 @@
-"""Costs of a token: bytes of weights that are multiplied, bytes read from flash, and the rate of reads."""
+"""What a token costs: bytes of weights that are multiplied, bytes read from flash, and the rate of these
+reads.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ def token_bytes(
     use: ExpertUse | None = None,
     kv_bytes: int | None = None,
 ) -> TokenBytes:
-    """The bytes of a token in the layers of `config` under a plan, without drafts.
+    """The bytes of weights that a token multiplies, and that it reads from flash, in the layers of `config`
+    under a plan. Drafts aren't counted.
 
     Args:
-        config: of the layers.
+        config: the layers.
         quant: how their weights are quantized.
         plan: their plan.
         active: share of each layer's neurons that a token multiplies, up to 1.
-        use: measured hit rates of these layers' experts; None: all experts are equally likely in memory.
+        use: measured hit rates of these layers' experts; None: all experts are equally likely to be in
+            memory.
         kv_bytes: keys and values that are in memory; by default those of a full context.
     """
     kv_bytes = plan.kv_cache_bytes if kv_bytes is None else kv_bytes
@@ -73,15 +77,16 @@ def token_bytes(
 
 
 def _held_share(shape: SegmentShape, segments: int) -> float:
-    """Share of all neurons' bytes that the first `segments` segments hold."""
+    """The share of all neurons' bytes that the first `segments` segments hold, from 0 to 1."""
     return shape.bytes_of(segments) / max(1, shape.bytes_of(shape.total))
 
 
 def active_shares(bundle: Bundle, runtime: RuntimeConfig) -> list[float]:
     """For each layer, the share of its neurons that a token multiplies, as far as the bundle knows it.
 
-    It comes from the point of `predicted`, or in `exact` from the hotness of neurons; else it is 1. Raises
-    BundleError for damaged hotness, UnsupportedModelError for a point that the bundle doesn't have.
+    In mode `predicted` it comes from the operating point, in `exact` from the hotness of neurons; otherwise
+    it is 1. Raises BundleError for damaged hotness, UnsupportedModelError for a point that the bundle doesn't
+    have.
     """
     everything = [1.0] * bundle.config.num_layers
     if runtime.sparsity == "predicted" and bundle.predictors is not None:
@@ -93,7 +98,9 @@ def active_shares(bundle: Bundle, runtime: RuntimeConfig) -> list[float]:
 
 
 def flash_rate(config: ModelConfig, quant: QuantConfig, sparsity: str, costs: CostModel) -> float:
-    """Bytes per second of reads as passes make them: of an expert, of a neuron, or of many in a row."""
+    """The rate in bytes per second at which passes read flash: by experts, by neurons, or by many neurons in
+    a row.
+    """
     nbytes = STREAM_SLOT_BYTES
     if config.experts is not None:
         nbytes = min(nbytes, expert_bytes(config, quant))

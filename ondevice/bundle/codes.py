@@ -1,7 +1,7 @@
-"""Codes of 2 to 8 bits in rows, packed without gaps, low bits first, as by MLX; and scales.
+"""Codes of 2 to 8 bits in rows, packed without gaps and low bits first, as MLX packs them; and their scales.
 
-MXFP4 is that of OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1: float codes and powers of two as scales.
-Legend: R rows, C columns, S super groups of 256 columns.
+MXFP4 is defined in OCP Microscaling Formats 1.0, 5.3.3 and 5.4.1: codes are small floats, and scales are
+powers of two. Legend: R rows, C columns, S super groups of 256 columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_POWER, E8M0_NAN = 252, 255
 
 
 def powers(scales: NDArray[np.generic]) -> Float32:
-    """Values of scale bytes of MXFP4: 2^(s - 127), infinite for E8M0_NAN."""
+    """The values of MXFP4's scale bytes: 2^(s - 127), infinite for E8M0_NAN."""
     values: Float32 = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     return values
 
@@ -64,15 +64,18 @@ def pack(codes: Codes, bits: int) -> Codes:
 
 
 def values_of_table(codes: Codes, scales: NDArray[np.generic], stored: RowFormat) -> Float32:
-    """(R, C) values of codes (R, C), one a byte, of the scales `table`: scales (R, G) float16 or float32."""
+    """The values (R, C) of codes (R, C), one code in a byte, for the scale kind `table`. scales: (R, G)
+    float16 or float32.
+    """
     groups = TABLE[codes].astype(np.float32).reshape(len(codes), -1, stored.group_size)
     return (groups * scales.astype(np.float32)[:, :, None]).reshape(codes.shape)
 
 
 def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Float32:
-    """(R, C) values of codes (R, C), one a byte, of two levels of scales: headers (R, S * header_bytes).
+    """The values (R, C) of codes (R, C), one code in a byte, with two levels of scales. headers: (R, S *
+    header_bytes).
 
-    Every product is exact; of `two_level` the difference of two products is rounded to float32.
+    Every product is exact. In the format `two_level` the difference of two products is rounded to float32.
     """
     scales, minimums = scales_of_two_levels(headers, stored)
     groups = codes.reshape(len(codes), -1, stored.group_size)
@@ -88,9 +91,9 @@ def values_of_two_levels(codes: Codes, headers: Codes, stored: RowFormat) -> Flo
 
 
 def scales_of_two_levels(headers: Codes, stored: RowFormat) -> tuple[Float32, Float32 | None]:
-    """Exact scales d * s and minimums dmin * m, (R, G) each, of headers (R, S * header_bytes).
+    """The exact scales d * s and minimums dmin * m, (R, G) each, from headers (R, S * header_bytes).
 
-    Only `two_level` has minimums; else they are None.
+    Minimums are None except in the format `two_level`.
     """
     by_super = np.ascontiguousarray(headers).reshape(len(headers), -1, stored.header_bytes)
     upper = np.ascontiguousarray(by_super[:, :, : stored.upper_bytes]).view(np.float16).astype(np.float32)
@@ -100,9 +103,9 @@ def scales_of_two_levels(headers: Codes, stored: RowFormat) -> tuple[Float32, Fl
 
 
 def group_integers(lower: Codes, stored: RowFormat) -> tuple[NDArray[np.int8], NDArray[np.int8] | None]:
-    """Scales and minimums (R, S, groups) of the last bytes of headers, (R, S, bytes).
+    """Integer scales and minimums, (R, S, groups) each, from the last bytes of headers, (R, S, bytes).
 
-    Only `two_level` has minimums; else they are None.
+    Minimums are None except in the format `two_level`.
     """
     rows, count, nbytes = lower.shape
     blocks = SUPER_SIZE // GROUP_SIZE

@@ -13,7 +13,9 @@ CHUNK_BYTES = 4 << 20
 
 
 class Crc32c(Protocol):
-    """CRC32C of consecutive units of `data` (uint8, 1-D); unit lengths repeat, the last one may be short."""
+    """Computes the CRC32C of each unit of `data` (uint8, 1-D). Unit lengths repeat, and the last unit may be
+    short.
+    """
 
     def __call__(self, data: np.ndarray, units: tuple[int, ...], /) -> np.ndarray: ...
 
@@ -64,7 +66,7 @@ class FileDigest:
 
 
 def digest_prefix(path: Path, nbytes: int, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
-    """Digest of the first `nbytes` bytes of `path`, or None if it can't be read or is shorter."""
+    """The digest of the first `nbytes` bytes of `path`, or None if the file can't be read or is shorter."""
     digest = FileDigest(layout, crc32c)
     buffer = np.empty(min(CHUNK_BYTES, nbytes), np.uint8)
     try:

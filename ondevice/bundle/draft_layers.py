@@ -85,9 +85,10 @@ ROUTER_BITS: Literal[16] = 16
 
 
 class DraftMatrix(NamedTuple):
-    """A quantized matrix of the file: `number` matrices (rows, cols), of experts, one below the other.
+    """A quantized matrix of the file. It consists of `number` matrices (rows, cols), those of experts, below
+    each other.
 
-    halves: whether it has 16 bits, whatever the others have.
+    halves: whether it always has 16 bits, whatever the other matrices have.
     """
 
     rows: int
@@ -101,7 +102,7 @@ class DraftMatrix(NamedTuple):
         return self.number * self.rows, self.cols
 
     def stored(self, bits: Literal[4, 8, 16]) -> RowFormat:
-        """The matrix's format in a layer of these bits."""
+        """The matrix's format in a draft layer whose matrices have this many bits."""
         return RowFormat(ROUTER_BITS if self.halves else bits)
 
 
@@ -186,7 +187,9 @@ class DraftLayer:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused projection; in latent attention, of queries or their latents, and latents."""
+        """Rows of the fused projection. In latent attention, rows of queries (or their latents) and of
+        latents.
+        """
         if (latent := self.latent) is not None:
             return (latent.query_rank or self.num_heads * latent.query_width) + latent.width
         values = self.num_kv_heads * (self.value_dim or self.head_dim)
@@ -194,20 +197,22 @@ class DraftLayer:
 
     @property
     def table_width(self) -> int:
-        """Width of the table of V rows that it stores, embeddings or the Markov head's; 0: none."""
+        """Width of the table of V rows that the file stores, of embeddings or for the Markov head; 0 if there
+        is none.
+        """
         return self.hidden_size if self.own_embeddings else self.markov_rank
 
     @property
     def block_drafts(self) -> int:
-        """Draft tokens of a block."""
+        """The number of draft tokens in a block."""
         return self.block if self.anchored else self.block - 1
 
     def embedding_width(self, target: ModelConfig) -> int:
-        """Width of the embeddings that it reads."""
+        """Width of the embeddings that the draft layer reads."""
         return self.hidden_size if self.own_embeddings else target.embedding_size
 
     def layer_config(self, max_context: int) -> ModelConfig:
-        """The layer or layers as a model, by which keys and values are laid out.
+        """The draft layer or layers as a small model, which determines the layout of keys and values.
 
         Raises UnsupportedModelError for sizes that can't be run.
         """
@@ -422,7 +427,7 @@ def _parse(section: Section, target: ModelConfig) -> DraftLayer:
 
 
 def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
-    """Raises BundleError for values that contradict each other, or the target."""
+    """Check values against each other and the target. Raises BundleError for contradictions."""
     expected = {"eagle": EAGLE_TAPS, "mtp": 1}.get(layer.kind, max(1, len(layer.taps)))
     if len(layer.taps) != expected:
         raise BundleError(f"{where}.taps has {len(layer.taps)} values; {layer.kind} has {expected}")
@@ -464,7 +469,7 @@ def _check(layer: DraftLayer, where: str, target: ModelConfig) -> None:
 
 
 def _check_blocks(layer: DraftLayer, where: str) -> None:
-    """Raises BundleError for experts or latent attention of a form that no draft layer has."""
+    """Check experts and latent attention. Raises BundleError for a form that no draft layer has."""
     latent, experts = layer.latent, layer.experts
     if layer.kind != "mtp" and (latent is not None or experts is not None):
         raise BundleError(f"{where} has latent or experts, which {layer.kind} layers don't have")
@@ -487,7 +492,7 @@ def _check_blocks(layer: DraftLayer, where: str) -> None:
 
 
 def _check_block(layer: DraftLayer, where: str) -> None:
-    """Raises BundleError for layers that draft a block of a form that none have."""
+    """Check layers that draft a block. Raises BundleError for a form that no such layers have."""
     if layer.kind != "dflash":
         return
     if not layer.block or not layer.windows:

@@ -28,9 +28,9 @@ EXPERT_COSTS_SIDECAR = Sidecar(
 class ExpertCost:
     """The effect of one number of chosen experts on a text.
 
-    experts: number that each token chose in a layer.
+    experts: number of experts that each token chose in a layer.
     perplexity: None if it isn't finite.
-    agreement: share of tokens whose likeliest successor is that of the model's number of experts.
+    agreement: share of tokens whose likeliest successor is the same as with the model's number of experts.
     hits: share of experts that were in memory when a token came to their layer.
     """
 
@@ -45,7 +45,8 @@ class ExpertCosts:
     """The costs of fewer experts in one model, measured token by token.
 
     model: `weights_digest` of the weights that they belong to. measured_tokens: length of the text.
-    in_memory: experts of all layers that had room. points: the model's number first.
+    in_memory: number of experts, of all layers together, that had room in memory. points: one for each number
+        of experts, the model's number first.
     """
 
     model: str

@@ -1,7 +1,7 @@
 """`expert_use.json` and `expert_use.safetensors`: how often tokens of a text chose each expert of a mixture.
 
-They include hit rates of caches of experts on that text, by size. A sidecar (`sidecar.py`), added to a
-finished bundle by `ondevice train expert-use`; no text depends on it. `weights/README.md` is the
+They also hold the hit rates that expert caches of several sizes have on that text. A sidecar (`sidecar.py`),
+added to a finished bundle by `ondevice train expert-use`; no text depends on it. `weights/README.md` is the
 specification.
 
 Legend: L layers with experts, E experts of a layer, k chosen for a token.
@@ -45,7 +45,9 @@ MAX_TOKENS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class HitPoint:
-    """The share of lookups, `hits` from 0 to 1, with their expert in a cache that keeps `experts`."""
+    """One point of the hit rate's curve: the share of lookups, `hits` from 0 to 1, served by a cache of
+    `experts` experts.
+    """
 
     experts: int
     hits: float
@@ -56,8 +58,8 @@ class ExpertUse:
     """The content of `expert_use.json`.
 
     model: `weights_digest` of the weights that it belongs to. tokens: length of the text that was counted.
-    replayed_tokens: how many of them the points were measured on, one token at a time, in a cache that others
-    had warmed. points: of ascending size. sha256: of the file with the tensor.
+    replayed_tokens: how many of these the points were measured on, one token at a time, with a cache warmed
+    by other tokens. points: by ascending cache size. sha256: that of the file with the tensor.
     """
 
     model: str
@@ -131,7 +133,7 @@ def parse_expert_counts(data: bytes, use: ExpertUse, config: ModelConfig) -> NDA
 
 
 def _shape(config: ModelConfig) -> tuple[int, int]:
-    """L and E. Raises BundleError for a model without experts."""
+    """The numbers L and E of a model. Raises BundleError for a model without experts."""
     if config.experts is None:
         raise BundleError(f"{EXPERT_USE_MANIFEST} is there, but this model has no experts: delete it")
     return sum(layer.experts is not None for layer in config.layers), config.experts.count

@@ -70,7 +70,7 @@ class TensorSpec:
 
 
 def tiles_tensor(matrix: TiledMatrix) -> TensorSpec:
-    """The tensor of a matrix that is stored as tiles."""
+    """The safetensors entry of a matrix that is stored as tiles."""
     if matrix.row.bits == 16:
         return TensorSpec("F16", (matrix.padded_rows, matrix.row.padded_cols), matrix)
     return TensorSpec("U8", (matrix.tiles, matrix.tile_bytes), matrix)
@@ -110,7 +110,7 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
 
 
 def resident_matrices(config: ModelConfig, quant: QuantConfig) -> tuple[TiledMatrix, ...]:
-    """The matrices of every token, except neurons: those of the resident file, and a tied head."""
+    """The matrices that every token uses, without neurons: those of the resident file, and a tied head."""
     specs = resident_tensors(config, quant).values()
     tied = (head_matrix(config, quant),) if config.part.heads and config.tie_embeddings else ()
     return (*(spec.matrix for spec in specs if spec.matrix is not None), *tied)
@@ -181,9 +181,9 @@ def _header(entries: Mapping[str, object]) -> bytes:
 class FileLayout:
     """The properties of a file that follow from model and format: its size, its header and its CRC units.
 
-    nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
-    halves: ranges of float16 values in every record, or in a file without records. floats: likewise of
-    float32 values, [start, stop).
+    nbytes: size of the file, or None if only the manifest knows it (tokenizer files). record: None unless the
+    file holds records. halves: ranges of float16 values in every record, or in a file without records.
+    floats: likewise of float32 values, [start, stop).
     """
 
     nbytes: int | None
@@ -196,7 +196,7 @@ class FileLayout:
 
     @property
     def halves_period(self) -> int:
-        """Bytes after which `halves` repeat, from `crc_start` on; 0 if they are of the whole file."""
+        """Bytes after which `halves` repeat, from `crc_start` on; 0 if they describe the entire file."""
         return 0 if self.record is None else self.record.stride
 
     def crc_count(self, nbytes: int) -> int:
@@ -242,7 +242,7 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
 
 
 def _layer_of(name: str) -> int:
-    """The layer of the file `name` of neurons, gates or experts."""
+    """The layer that the file `name` of neurons, gates or experts belongs to."""
     return int(name.partition("-")[2].removesuffix(".safetensors"))
 
 

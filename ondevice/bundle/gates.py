@@ -1,10 +1,10 @@
 """Checks that the two copies of gate rows in a bundle are equal, as no text may depend on which is read.
 
 A layer's gate rows are in its gate file, which mode `exact` loads, and in its neuron records, which `dense`
-reads. Each mode hashes the copy that it multiplies and compares the sha256 with the gate file's in the
-manifest, without extra reads: `exact` while it loads, `dense` in its first pass, before the first token is
-out. CRCs aren't enough, as a bundle's author can make both copies match theirs. `predicted` is lossy, and
-uses the records' gates at every budget.
+reads. Each mode hashes the copy that it multiplies, without extra reads, and compares the sha256 with that of
+the gate file in the manifest: `exact` while it loads, `dense` in its first pass, before the first token is
+given out. CRCs aren't enough, as a bundle's author can make both copies match theirs. `predicted` is lossy,
+and uses the records' gates at every budget.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class GateDigest:
         return self._rows
 
     def take(self, first: int, records: NDArray[np.uint8]) -> None:
-        """Hash records (n, stride) from id `first` on, of either kind of file; each begins with its gate row.
+        """Hash the gate rows that begin each of records (n, stride), from neuron `first` on, of either kind
+        of file.
 
         Hashed rows are skipped. Records that arrive early are kept, so the caller must not overwrite them,
         and must pass the records before them later. Raises BundleError once the layer is complete and its

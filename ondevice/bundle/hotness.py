@@ -41,7 +41,7 @@ class Hotness:
     """The content of `hotness.json`.
 
     model: `weights_digest` of the weights that it belongs to. tokens: length of the text that was counted.
-    sha256: of the file with the tensor.
+    sha256: that of the file with the tensor.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Hotness:
 def hotness_layout(config: ModelConfig) -> FileLayout:
     """Size and header of `hotness.safetensors`: one tensor, `frequency`, F16 (L, F).
 
-    If layers have different numbers of neurons it is (N,), layer after layer.
+    If layers have different numbers of neurons, its shape is (N,), layer after layer.
     """
     equal = len(set(config.widths)) == 1
     shape = (config.num_layers, config.widest) if equal else (config.num_neurons,)
@@ -81,7 +81,7 @@ def frequencies_bytes(frequencies: Sequence[NDArray[np.floating]], config: Model
 
 
 def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> list[NDArray[np.float32]]:
-    """For each layer, (F,) share of tokens for which each neuron fired.
+    """For each layer, (F,) the share of tokens for which each neuron fired.
 
     Raises BundleError if the file is damaged.
     """

@@ -66,7 +66,7 @@ def expert_file_name(layer: int) -> str:
 
 
 def gate_bias_name(layer: int) -> str:
-    """The resident tensor of biases of `layer`'s gates, in the neurons' order."""
+    """Name of the resident tensor with the biases of `layer`'s gates, in the order of neurons."""
     return f"layers.{layer}.feed_forward.gate.bias"
 
 
@@ -92,7 +92,7 @@ class PartLayout(ABC):
         return self.num_records(neurons) * self.stride
 
     def neurons_in(self, nbytes: int) -> int:
-        """Neurons of the pieces that fit into `nbytes` bytes, at least one."""
+        """The number of neurons in as many pieces as fit into `nbytes` bytes; at least one piece."""
         return max(1, nbytes // self.nbytes(self.piece_neurons)) * self.piece_neurons
 
     @property
@@ -183,7 +183,7 @@ class TileLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """Alignment in bytes: a tile is some pages long, so it needn't begin on one."""
+        """Alignment in bytes. It is small: a tile is several pages long, so it needn't begin at a page."""
         return 64
 
     @cached_property
@@ -212,7 +212,9 @@ class ExpertLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """A page: a record is read past the page cache to the start of a slot."""
+        """Alignment in bytes: a page, because records are read directly into the start of a slot, without the
+        page cache.
+        """
         return DATA_OFFSET
 
     @cached_property
@@ -229,7 +231,7 @@ class ExpertLayout(PartLayout):
 
     @cached_property
     def places(self) -> tuple[tuple[RowFormat, int, int | None], ...]:
-        """Each matrix's format, its first byte in a record, and that of its biases, or None."""
+        """For each matrix: its format, its first byte in a record, and the first byte of its biases, or None."""
         parts = zip(self.part_offsets, self.matrices, strict=True)
         return tuple(
             (matrix.row.stored, offset, offset + matrix.rows_bytes if matrix.has_bias else None)
@@ -243,7 +245,7 @@ class SliceLayout(PartLayout):
 
     If no matrix has divided codes, the record has one part.
 
-    tiles: the record of joined tiles, which are multiplied.
+    tiles: the layout of the slice once its planes are joined, in which it is multiplied.
     """
 
     tiles: ExpertLayout
@@ -264,7 +266,9 @@ class SliceLayout(PartLayout):
 
     @cached_property
     def places(self) -> tuple[tuple[int, int | None], ...]:
-        """Each matrix's first byte in the high plane, and in the low one; None if it isn't divided."""
+        """For each matrix, its first byte in the high plane and in the low plane; the latter is None if its
+        codes aren't divided.
+        """
         high, *low = self._planes
         lower = [start if start < stop else None for start, stop in low[0]] if low else [None] * len(high)
         return tuple((start, below) for (start, _), below in zip(high, lower, strict=True))
@@ -276,7 +280,7 @@ class SliceLayout(PartLayout):
 
     @property
     def alignment(self) -> int:
-        """A page, as of experts: planes are read past the page cache to where they are multiplied."""
+        """Alignment in bytes: a page, as for experts, because planes are read without the page cache."""
         return DATA_OFFSET
 
     @property
@@ -291,7 +295,7 @@ class SliceLayout(PartLayout):
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes in memory of a slice with only its high plane; 0 without a low one."""
+        """Bytes that a slice takes in memory with only its high plane; 0 if it has no low plane."""
         return self.high_bytes if self.low_bytes else 0
 
     @cached_property
@@ -312,9 +316,11 @@ class SliceLayout(PartLayout):
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> RecordLayout | SliceLayout:
-    """Record of one feed-forward neuron, or of a slice of neighbouring ones if `config.is_sliced`.
+    """Layout of the record of one feed-forward neuron, or of a slice of neighbouring ones if
+    `config.is_sliced`.
 
-    A neuron has two parts: [gate row] and [up row | down column], all D long. Ungated ones have no up row.
+    A neuron's record has two parts: [gate row] and [up row | down column], each row D long. Without gating
+    there is no up row.
     """
     if config.is_sliced:
         return slice_layout(config, quant, layer)
@@ -322,28 +328,28 @@ def neuron_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> Record
 
 
 def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one neuron, the same in every layer."""
+    """Layout of the record of one neuron, the same in every layer."""
     row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.plain))
     return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
 
 
 def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> SliceLayout:
-    """Record of a slice of a layer: `slice_neurons` neighbouring neurons of its feed-forward."""
+    """Layout of a slice of a layer: the record of `slice_neurons` neighbouring neurons of its feed-forward."""
     formats = quant.of("feed_forward", layer), quant.of("down", layer)
     return _slice_layout(config, slice_neurons(config, quant), *formats)
 
 
 def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> SliceLayout:
-    """Record of a slice of `neurons` neurons. gate: format of gates and ups."""
+    """Layout of a slice of `neurons` neurons. gate: the format of gate and up rows. down: that of down rows."""
     by_rows = TiledMatrix(neurons, RowLayout(config.hidden_size, *gate))
     by_columns = TiledMatrix(config.hidden_size, RowLayout(neurons, *down))
     return SliceLayout(ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns)))
 
 
 def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
-    """Neurons of a slice, the same in every layer: as many as take about SLICE_BYTES.
+    """Number of neurons in a slice, the same in every layer: as many as take about SLICE_BYTES.
 
-    They are at most about an eighth of the widest layer, chosen so that few neurons are padding.
+    It is at most about an eighth of the widest layer, and chosen so that few neurons are padding.
     """
     gate, down = quant.of("feed_forward"), quant.of("down")
     widths = [neurons for neurons in config.model_widths if neurons]
@@ -356,15 +362,18 @@ def slice_neurons(config: ModelConfig, quant: QuantConfig) -> int:
 
 @lru_cache
 def slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
-    """Units of neurons in a slice: near SLICE_BYTES, with as little padding over all layers as can be.
+    """Number of units of neurons in a slice: near SLICE_BYTES, with as little padding over all layers as
+    possible.
 
-    units: of each layer's neurons, at least one. unit_bytes: bytes of a slice of one unit.
+    units: number of units in each layer, at least one. unit_bytes: bytes of a slice that is one unit.
     """
     aim = max(1, min(SLICE_BYTES // unit_bytes, max(units) // SLICES_PER_LAYER))
     layers = Counter(units)
 
     def cost(size: int) -> tuple[int, int, int]:
-        """Units with their padding, then the distance from the aim."""
+        """The rank of a slice size, best lowest: units in all layers including padding, then distance from
+        the aim.
+        """
         stored = sum(-(-count // size) * size * times for count, times in layers.items())
         return stored, abs(size - aim), size
 
@@ -372,12 +381,16 @@ def slice_units(units: tuple[int, ...], unit_bytes: int) -> int:
 
 
 def slice_unit(config: ModelConfig) -> int:
-    """Number that divides every slice's neurons: 256 if it divides those of all layers, else 64."""
+    """Number of neurons in a unit, which divides every slice: 256 if that divides all layers' numbers of
+    neurons, else 64.
+    """
     return SLICE_UNIT if all(neurons % SLICE_UNIT == 0 for neurons in config.model_widths) else GROUP_SIZE
 
 
 def expert_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> ExpertLayout | None:
-    """Record of one expert of a layer; None unless the model has experts that are stored as matrices."""
+    """Layout of the record of one expert of a layer. None if the model has no experts that are stored as
+    matrices.
+    """
     experts, hidden = config.experts, config.hidden_size
     if experts is None or experts.layout != "matrices":
         return None
@@ -406,18 +419,18 @@ def neuron_layouts(config: ModelConfig, quant: QuantConfig) -> tuple[RecordLayou
 
 
 def largest_neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout | SliceLayout:
-    """The largest record of all layers."""
+    """The layout of the largest record of neurons of all layers."""
     return max(neuron_layouts(config, quant), key=lambda layout: layout.stride)
 
 
 def largest_expert_layout(config: ModelConfig, quant: QuantConfig) -> ExpertLayout | None:
-    """The largest record of an expert of all layers; None as in `expert_layout`."""
+    """The layout of the largest record of an expert of all layers; None as for `expert_layout`."""
     layouts = (expert_layout(config, quant, layer) for layer in range(config.num_layers))
     return max(filter(None, layouts), key=lambda layout: layout.stride, default=None)
 
 
 def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Bytes of the largest expert on flash, in either layout; 0 in a model without any."""
+    """Bytes of the largest expert on flash, stored in either way; 0 in a model without experts."""
     largest = largest_expert_layout(config, quant)
     if largest is not None:
         return largest.stride
@@ -425,17 +438,17 @@ def expert_bytes(config: ModelConfig, quant: QuantConfig) -> int:
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one neuron's gate row."""
+    """Layout of the record of one neuron's gate row."""
     return RecordLayout(((RowLayout(config.hidden_size, *quant.of("feed_forward")),),))
 
 
 def embedding_layout(config: ModelConfig, quant: QuantConfig) -> TileLayout:
-    """Record of the embedding rows of 16 tokens."""
+    """Layout of the record that holds the embedding rows of 16 tokens."""
     return TileLayout(RowLayout(config.embedding_size, *quant.of("embedding")))
 
 
 def embedding_tiles(config: ModelConfig) -> int:
-    """Records of the embedding."""
+    """Number of records of the embedding table."""
     return padded(config.vocab_size, TILE_ROWS) // TILE_ROWS
 
 
@@ -461,5 +474,5 @@ def head_matrix(config: ModelConfig, quant: QuantConfig) -> TiledMatrix:
 
 
 def per_layer_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one token: its per-layer inputs of all layers, in one row."""
+    """Layout of the record of one token's per-layer inputs, those of all layers in one row."""
     return RecordLayout(((RowLayout(config.per_layer_size, *quant.plain),),))

@@ -105,7 +105,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class CrcRange:
-    """A file's entries in the checksum table: index of the first, and their number."""
+    """Where a file's entries are in the checksum table: the index of the first, and their number."""
 
     offset: int
     count: int
@@ -201,7 +201,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
-    """The parts of the manifest that determine every size."""
+    """The parts of the manifest, as JSON, that determine the size of everything."""
     per_layer = {}
     if config.has_inputs_table:
         per_layer["per_layer"] = _layout_json(config.vocab_size, per_layer_layout(config, quant))
@@ -231,7 +231,7 @@ def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | Non
 
 
 def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
-    """The key `experts`; nothing unless the model has experts that are stored as matrices."""
+    """The manifest's key `experts`; empty unless the model has experts that are stored as matrices."""
     layouts = [expert_layout(config, quant, layer) for layer in config.expert_layers]
     stored = [layout for layout in layouts if layout is not None]
     if config.experts is None or not stored:
@@ -240,14 +240,17 @@ def _experts_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
 
 
 def _neurons_json(config: ModelConfig, layouts: Sequence[PartLayout]) -> dict[str, Any]:
-    """Records of every layer's neurons."""
+    """The manifest's description of every layer's records of neurons."""
     counts = [layout.num_records(records) for layout, records in zip(layouts, config.records, strict=True)]
     slices = {"neurons": layouts[0].neurons} if config.is_sliced else {}
     return _records_json(counts, layouts) | slices
 
 
 def _check_records(root: Section, key: str, expected: dict[str, Any] | None, config: ModelConfig) -> None:
-    """Checks the records of neurons or gates. Its error has a remedy, as older converters made others."""
+    """Check the manifest's records of neurons or gates.
+
+    The error names a remedy, as older converters wrote other records.
+    """
     try:
         root.equal(key, expected)
     except BundleError as error:
@@ -295,7 +298,7 @@ def _layout_json(num_records: int, layout: PartLayout) -> dict[str, Any]:
 
 
 def _records_json(counts: Sequence[int], layouts: Sequence[PartLayout]) -> dict[str, Any]:
-    """Records of several layers: values that differ between layers are lists."""
+    """The manifest's description of several layers' records. Values that differ between layers are lists."""
     layers = [_layout_json(count, layout) for count, layout in zip(counts, layouts, strict=True)]
     equal = {key: value for key, value in layers[0].items() if all(it[key] == value for it in layers)}
     return {key: equal.get(key, [it[key] for it in layers]) for key in layers[0]}

@@ -1,4 +1,4 @@
-"""The place of every byte of a stored row and of a matrix in tiles.
+"""The place of every byte of a stored row, and of a matrix that is stored as tiles.
 
 Pure arithmetic; `weights/README.md` is the specification.
 """
@@ -23,9 +23,10 @@ def padded(n: int, multiple: int) -> int:
 
 
 class HalfRange(NamedTuple):
-    """`times` ranges of bytes that hold float16 values: [start, stop), then each `step` bytes further on.
+    """Where float16 values lie: `times` ranges of bytes, first [start, stop), then each one `step` bytes
+    further on.
 
-    mxfp4: they hold scales of MXFP4 instead, a byte each.
+    mxfp4: whether they hold scales of MXFP4 instead, a byte each.
     """
 
     start: int
@@ -44,7 +45,7 @@ class RowLayout:
     """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits.
 
     bits, group_size, scales: as in RowFormat; implied biases take no bytes. With two levels of scales, which
-    only rows of tiles have, the scales are the headers of every 256 columns.
+    exist only in tiles, the scales are headers, one for every 256 columns.
     """
 
     cols: int
@@ -66,7 +67,7 @@ class RowLayout:
 
     @property
     def scale_type(self) -> np.dtype[np.generic]:
-        """The type of a scale and a bias: float16, or a byte in MXFP4 and of headers."""
+        """The type of a scale and a bias: float16, or a byte in MXFP4 and in headers."""
         return np.dtype(np.uint8 if self.mxfp4 or self.stored.two_levels else np.float16)
 
     @property
@@ -107,8 +108,9 @@ class RowLayout:
 class TiledMatrix:
     """A matrix as the kernels multiply it: a tensor, or one part of an expert's record.
 
-    It is [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: a row of it outside
-    tiles. has_bias: whether its products have biases, a float32 for each row; only records have them.
+    Its bytes are [tiles of 16 rows], or at 16 bits [rows], and then [biases], if it has any. row: the layout
+    of one of its rows outside tiles. has_bias: whether a float32 bias for each row is added to its products;
+    only records have biases.
     """
 
     rows: int
@@ -134,7 +136,7 @@ class TiledMatrix:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of 16 rows: codes, scales and biases. At 16 bits, of a tile."""
+        """Bytes of a block of 16 rows: codes, scales and biases. At 16 bits, bytes of a tile."""
         if self.row.bits == 16:
             return self.tile_bytes
         return TILE_ROWS * self.row.nbytes * self.block_cols // self.row.padded_cols
@@ -162,7 +164,8 @@ class TiledMatrix:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The runs of a block, in order: (n, width) is n times 16 units of `width` bytes, one per row.
+        """The runs that a block consists of, in order: (n, width) stands for n times 16 units of `width`
+        bytes, one for each row.
 
         At 16 bits a tile is one block.
         """

@@ -1,4 +1,5 @@
-"""The matrices of every token in units: one per layer, then runs of the head's rows.
+"""The units into which the matrices that every token uses are divided: one per layer, then runs of the head's
+rows.
 
 A unit is in memory, or comes from flash when a pass needs it. Routers, vectors, and weights outside layers
 and head are in no unit.
@@ -30,15 +31,16 @@ ROUTER = "router"
 
 
 class HeadRows(NamedTuple):
-    """A unit of the head: `matrix` has the head's rows from `first` on, a multiple of 16."""
+    """A unit of the head: `matrix` is the rows of the head that begin at row `first`, a multiple of 16."""
 
     first: int
     matrix: TiledMatrix
 
 
 def layer_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> dict[str, tuple[TiledMatrix, ...]]:
-    """The matrices of a layer's unit by field of `LayerWeights`, which may have several, one below the
-    other."""
+    """The matrices of a layer's unit, by field of `LayerWeights`. A field may have several, placed below each
+    other.
+    """
     units = {
         "qkv": tuple(projection_matrices(config, quant, layer).values()),
         "out": (out_matrix(config, quant, layer),),
@@ -51,7 +53,7 @@ def layer_matrices(config: ModelConfig, quant: QuantConfig, layer: int) -> dict[
 
 
 def head_rows(config: ModelConfig, quant: QuantConfig) -> tuple[HeadRows, ...]:
-    """The units of the head, in order; none in a part without it."""
+    """The units of the head, in order; empty in a part without the head."""
     if not config.part.heads:
         return ()
     head = head_matrix(config, quant)
@@ -66,7 +68,7 @@ def head_rows(config: ModelConfig, quant: QuantConfig) -> tuple[HeadRows, ...]:
 
 
 def draft_head_units(units: int) -> int:
-    """Units of the draft head, of a head of `units` units."""
+    """The number of units that the draft head has, if the head has `units` units."""
     return -(-units // DRAFT_HEAD_SHARE)
 
 

@@ -46,14 +46,18 @@ _WIDTH: Rule = (Section.integer, 1, SIZE_LIMITS["head_dim"])
 
 
 class Form(NamedTuple):
-    """The fields of a dataclass in JSON. Optional ones are left out if they have their default."""
+    """How a dataclass is written as JSON: its fields. Optional fields are left out if they have their default
+    value.
+    """
 
     required: Mapping[str, Rule]
     optional: Mapping[str, Rule] = {}
 
 
 def read_object(section: Section, key: str, kind: type[T]) -> T:
-    """The dataclass `kind` at a key. Raises BundleError or UnsupportedModelError for invalid values."""
+    """The object at a key, parsed as the dataclass `kind`. Raises BundleError or UnsupportedModelError for
+    invalid values.
+    """
     return kind(**section.section(key).values(*FORMS[kind]))
 
 
@@ -199,7 +203,7 @@ FORMS: Mapping[type, Form] = {
 
 
 def object_section(value: Any) -> Any:
-    """The JSON of a dataclass that has a form, and of what it holds."""
+    """The JSON of a dataclass that has a `Form`, including the dataclasses it contains."""
     form = FORMS.get(type(value))
     if form is None:
         return list(map(object_section, value)) if isinstance(value, tuple) else value
@@ -211,13 +215,15 @@ def object_section(value: Any) -> Any:
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
-    """The section of `config`."""
+    """The manifest's section `model` for `config`."""
     section: dict[str, Any] = object_section(config)
     return section
 
 
 def parse_model(section: Section) -> ModelConfig:
-    """The config of a section. Raises BundleError or UnsupportedModelError for invalid values."""
+    """The config described by the section `model`. Raises BundleError or UnsupportedModelError for invalid
+    values.
+    """
     config = ModelConfig(**section.values(*FORMS[ModelConfig]))
     config.check_neurons()
     return config

@@ -54,7 +54,8 @@ class Ngrams:
     """The content of `ngrams.json`, checksums aside.
 
     tokenizer: `tokenizer_digest` of the bundle that it belongs to. tokens: length of the text. pages: number
-    of pages of the text's windows. frequent: contexts with a separate page. sha256: of `ngrams.safetensors`.
+    of pages of the text's windows. frequent: number of contexts that have a separate page. sha256: that of
+    `ngrams.safetensors`.
     """
 
     tokenizer: str
@@ -65,7 +66,9 @@ class Ngrams:
 
 
 def tokenizer_digest(manifest: Manifest) -> str:
-    """A hash that identifies the tokens that a bundle's text consists of. Empty without a tokenizer."""
+    """A hash that identifies a bundle's tokenizer: how text is divided into tokens. Empty without a
+    tokenizer.
+    """
     info, size = manifest.tokenizer, manifest.config.vocab_size
     if info.kind is None or info.file is None:
         return ""
@@ -89,7 +92,7 @@ def ngrams_layout(pages: int, frequent: int) -> FileLayout:
 
 
 def index_bytes(ngrams: Ngrams) -> int:
-    """Memory of the index: the first tokens of each page, the frequent contexts, the checksums."""
+    """Bytes of the index in memory: the first tokens of each page, the frequent contexts, the checksums."""
     words = (MAX_CONTEXT + 1) * (ngrams.pages + ngrams.frequent)
     return 4 * words
 

@@ -1,4 +1,4 @@
-"""The files, tensors and sidecars of a part of a model, whose layers are numbered from 0 on.
+"""The files, tensors and sidecars of a part of a model. A part numbers its layers from 0 on.
 
 Pure functions of parsed contents; they open no file.
 """
@@ -46,7 +46,9 @@ def model_digest(manifest: Manifest) -> str:
 
 
 def sidecar_digest(content: Predictors | MultiStreams) -> str:
-    """A hash that identifies the complete model's sidecar, from that of a bundle or a slice."""
+    """A hash that identifies the sidecar of the complete model, whether `content` is from the complete bundle
+    or a slice.
+    """
     if content.part_of:
         return content.part_of
     text = predictors_text(content) if isinstance(content, Predictors) else streams_text(content)
@@ -54,12 +56,12 @@ def sidecar_digest(content: Predictors | MultiStreams) -> str:
 
 
 def layer_words(first: int, stop: int) -> str:
-    """The layers `first` to `stop` - 1, for people."""
+    """The layers `first` to `stop` - 1 in words, for messages."""
     return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
 
 
 def part_words(manifest: Manifest) -> str:
-    """Words on a slice, for people."""
+    """A description of which part of a model a slice is, for messages."""
     config, part = manifest.config, manifest.config.part
     layer_range = layer_words(part.first, part.first + config.num_layers)
     layers = f"{layer_range} of {part.layers}, which count from 0"
@@ -68,9 +70,9 @@ def part_words(manifest: Manifest) -> str:
 
 
 def part_files(config: ModelConfig, tokenizer: TokenizerInfo, shift: int) -> Iterator[tuple[str, str]]:
-    """Names of a part's files, each with its name in the bundle that it is a part of.
+    """Yields the name of each file of a part, with the file's name in the bundle that the part is taken from.
 
-    config, tokenizer: of the part. shift: index in that bundle of its first layer.
+    config, tokenizer: those of the part. shift: index, in that bundle, of the part's first layer.
     """
     names = {name: name for name in bundle_files(config, tokenizer)}
     for layer in range(config.num_layers):
@@ -81,7 +83,7 @@ def part_files(config: ModelConfig, tokenizer: TokenizerInfo, shift: int) -> Ite
 
 
 def part_manifest(manifest: Manifest, config: ModelConfig) -> Manifest:
-    """The manifest of a part of a bundle."""
+    """The manifest of a part of a bundle. config: the part's config."""
     tokenizer = manifest.tokenizer if config.part.embeds else TokenizerInfo()
     shift = config.part.first - manifest.config.part.first
     files: dict[str, FileEntry] = {
@@ -98,14 +100,14 @@ def part_manifest(manifest: Manifest, config: ModelConfig) -> Manifest:
 
 
 def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelConfig) -> dict[str, Any]:
-    """Contents of a part's sidecars by key, None for absent ones.
+    """The contents of a part's sidecars by key; None for absent ones.
 
     Drafters are in the part with the embedding, except the adapters of streams. No part has the costs of
     lossy options.
 
     Args:
-        contents: of the bundle that it is a part of, None for absent ones; other keys are ignored.
-        config, part: of that bundle, and of the part.
+        contents: the sidecars of the bundle that the part is taken from, None for absent ones; other keys are
+            ignored.
     """
     layers, sidecars = part_range(config, part), dict[str, Any].fromkeys(_KEYS)
     sidecars["hotness"] = contents["hotness"]
@@ -121,12 +123,12 @@ def part_contents(contents: Mapping[str, Any], config: ModelConfig, part: ModelC
 
 
 def _of(sidecar: Predictors | MultiStreams, part: Any) -> Any:
-    """`part` with the hash of the sidecar that it is a part of."""
+    """A part's sidecar `part`, marked with the hash of the sidecar that it is taken from."""
     return replace(part, part_of=sidecar_digest(sidecar))
 
 
 def part_predictors(predictors: Predictors, layers: slice) -> Predictors:
-    """The predictors of these layers."""
+    """The predictors of the layers in the range `layers`."""
     points = [
         replace(
             point,
@@ -141,7 +143,7 @@ def part_predictors(predictors: Predictors, layers: slice) -> Predictors:
 
 
 def part_streams(streams: MultiStreams, layers: slice) -> MultiStreams:
-    """The adapters of these layers; none if streams enter in a later part."""
+    """The adapters of the layers in the range `layers`; those of no layer if streams enter in a later part."""
     first = streams.first_layer - layers.start
     if streams.first_layer >= layers.stop:
         return replace(streams, first_layer=first, begins=False)
@@ -151,8 +153,9 @@ def part_streams(streams: MultiStreams, layers: slice) -> MultiStreams:
 
 
 def part_expert_use(use: ExpertUse, config: ModelConfig, part: ModelConfig) -> ExpertUse | None:
-    """The expected hits of a part's experts: as of a cache with the same share of all; None without
-    experts."""
+    """The expected hits of a part's experts, for caches that hold the same share of all experts. None if the
+    part has no experts.
+    """
     layers, part_layers = (sum(layer.experts is not None for layer in it.layers) for it in (config, part))
     if not part_layers:
         return None
@@ -161,13 +164,13 @@ def part_expert_use(use: ExpertUse, config: ModelConfig, part: ModelConfig) -> E
 
 
 def part_range(config: ModelConfig, part: ModelConfig) -> slice:
-    """The range of a part's layers among those of `config`, of which it is a part."""
+    """The range of a part's layers among the layers of `config`, the model that it is a part of."""
     first = part.part.first - config.part.first
     return slice(first, first + part.num_layers)
 
 
 def part_experts(config: ModelConfig, part: ModelConfig) -> slice:
-    """The range of a part's layers with experts among those of `config`."""
+    """The range of a part's layers with experts among the layers with experts of `config`."""
     span = part_range(config, part)
     first, count = (
         sum(layer.experts is not None for layer in layers)
@@ -177,7 +180,7 @@ def part_experts(config: ModelConfig, part: ModelConfig) -> slice:
 
 
 def part_names(tensors: Mapping[str, Value], layers: slice) -> dict[str, Value]:
-    """The tensors of a part with these layers, by the part's names."""
+    """The tensors of a part with these layers, under the names that they have in the part."""
     named = ((_part_name(name, layers), value) for name, value in tensors.items())
     return {name: value for name, value in named if name is not None}
 

@@ -47,7 +47,8 @@ PREDICTORS_SIDECAR = Sidecar(
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """Settings for one recall target, and their effect on text that neither trained nor set thresholds.
+    """The settings for one recall target, and their effect on text that wasn't used for training or for
+    setting thresholds.
 
     recall: requested share of the firing neurons that is selected.
     offsets: one per layer, added to every score of the layer.
@@ -72,8 +73,8 @@ class Predictors:
     """Low-rank predictors of one model: `score = up @ (down @ x) + bias + offset`, with x the normed input.
 
     model: `weights_digest` of the weights that they belong to. trained_tokens, measured_tokens: lengths of
-    the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
-    the tensors. part_of: in a slice, `parts.sidecar_digest` of the complete model's.
+    the texts. perplexity: that of the dense model on the measured text. crcs: CRC32C of each MiB of the file
+    with the tensors. part_of: in a slice, the `parts.sidecar_digest` of the complete model's predictors.
     """
 
     model: str
@@ -173,7 +174,9 @@ def _parse_points(section: Section, key: str, config: ModelConfig) -> tuple[Oper
 def _per_layer(
     section: Section, name: str, config: ModelConfig, low: float, high: float
 ) -> tuple[float, ...]:
-    """A list with one finite number from `low` to `high` for each layer. Raises BundleError."""
+    """A list with one finite number from `low` to `high` for each layer. Raises BundleError for anything
+    else.
+    """
     values = section.numbers(name, config.num_layers, low, high)
     if len(values) != config.num_layers:
         raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")

@@ -101,7 +101,7 @@ def _with_formats(section: Section, quant: QuantConfig, config: ModelConfig) -> 
 
 
 def _parts(name: str) -> tuple[MatrixKind, int | None, str]:
-    """Kind, layer and part of a name that `_NAME` matches."""
+    """The kind, layer and part in a matrix's name, which `_NAME` matches."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return cast(MatrixKind, match[2]), None if match[1] is None else int(match[1]), match[3] or ""
@@ -115,7 +115,9 @@ def is_tiled(kind: MatrixKind, config: ModelConfig) -> bool:
 
 
 def part_quant(quant: QuantConfig, config: ModelConfig, shift: int) -> QuantConfig:
-    """The formats of a part of a model. config: the part's. shift: the model's layer that is its first."""
+    """The formats of a part of a model. config: the part's config. shift: index in the model of the part's
+    first layer.
+    """
     formats: list[tuple[str, RowFormat]] = []
     for name, stored in quant.formats:
         kind, layer, part = _parts(name)
@@ -145,7 +147,7 @@ def _exists(kind: MatrixKind, layer: int | None, part: str, config: ModelConfig)
 
 
 def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> set[int]:
-    """Columns of the matrices of this name, in the layers that have two levels of scales."""
+    """The numbers of columns that matrices of this name have, in those layers that use two levels of scales."""
     kind, layer, _ = _parts(name)
     match kind:
         case "down":

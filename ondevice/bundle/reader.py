@@ -140,7 +140,7 @@ class CheckedFile:
 
     @classmethod
     def of(cls, path: Path, nbytes: int, layout: FileLayout, crcs: np.ndarray) -> CheckedFile:
-        """A file of `nbytes` bytes with this layout."""
+        """A file of `nbytes` bytes with this layout, at `path`."""
         start, units = layout.crc_start, layout.crc_units
         return cls(path, nbytes, start, units, crcs, layout.halves, layout.halves_period)
 
@@ -295,7 +295,9 @@ class Bundle:
         return CheckedFile.of(self._folder / name, entry.nbytes, layout, crcs)
 
     def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
-        """The same bundle with other checks of `files`."""
+        """The same bundle, in which `files` are checked differently: each is replaced by the given
+        `CheckedFile`.
+        """
         other = copy.copy(self)
         other._files = {**self._files, **files}
         return other
@@ -345,7 +347,7 @@ class Bundle:
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
-        """The same bundle without `sidecar`, whose file of tensors is damaged. error: its damage."""
+        """The same bundle without `sidecar`, whose file of tensors is damaged. error: describes the damage."""
         other = copy.copy(self)
         lossless = self.streams is None or self.streams.mode == "lossless"
         other.damaged, other.sidecar_files = dict(self.damaged), dict(self.sidecar_files)
@@ -376,8 +378,8 @@ class Bundle:
             raise self._with_remedy(HOTNESS_SIDECAR, error) from error
 
     def expert_counts(self) -> NDArray[np.uint32] | None:
-        """For each layer with experts, (E,) the calibration's tokens that chose each; None without a
-        calibration.
+        """For each layer with experts, (E,) the number of tokens of the calibration text that chose each
+        expert. None without a calibration.
 
         Raises BundleError if the file has been damaged since the bundle was opened.
         """
@@ -393,7 +395,7 @@ class Bundle:
             raise self._with_remedy(EXPERT_USE_SIDECAR, error) from error
 
     def tensor_span(self, name: str) -> TensorSpan:
-        """The place of a tensor, in the resident file or in a sidecar's.
+        """The place of a tensor in the resident file or in a sidecar's file.
 
         Raises BundleError if the model has no such tensor.
         """
@@ -402,7 +404,9 @@ class Bundle:
         return self._spans[name]
 
     def small_parts(self, name: str) -> Iterator[bytes]:
-        """The bytes of `read_small`, in parts of at most `PART_BYTES`, unchecked."""
+        """The bytes of a tokenizer file or chat template, in parts of at most `PART_BYTES`. The hash isn't
+        checked.
+        """
         path = contained(self._folder, name)
         for start in range(0, self.manifest.files[name].nbytes, PART_BYTES):
             yield read_range(path, start, min(PART_BYTES, self.manifest.files[name].nbytes - start))
@@ -418,7 +422,8 @@ class Bundle:
         return data
 
     def _check_sizes(self) -> dict[str, FileLayout]:
-        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin.
+        """Check that sizes in the manifest and on disk are those that the model implies, and that CRC ranges
+        leave no gaps.
 
         Returns the layouts of all files except the checksums, by name.
         """

@@ -49,7 +49,7 @@ class ResidentClaim(FileClaim):
 
 @dataclass(frozen=True)
 class SourceStamp:
-    """The state of a source file when it was read: size, and time of its last change in ns since 1970."""
+    """The state of a source file when it was read: its size, and when it was last changed, in ns since 1970."""
 
     nbytes: int
     modified_ns: int
@@ -60,8 +60,8 @@ class ResumeState:
     """The claims of an unfinished conversion.
 
     origin: identifies source, options and format. sources: stamps of the source files by name; these files
-    must not change until the conversion is finished. options: values of options that are part of the origin,
-    in words, for the error of a run with other options.
+    must not change until the conversion is finished. options: the values of options that are part of the
+    origin, in words, for the error message of a run with other options.
     """
 
     folder: Path
@@ -83,7 +83,7 @@ class ResumeState:
         write_durably(self.folder / STATE_FILE, canonical_json(content))
 
     def remove(self) -> None:
-        """Deletes the state file; the manifest has taken its place."""
+        """Delete the state file, once the manifest is written and replaces it."""
         (self.folder / STATE_FILE).unlink(missing_ok=True)
 
     def finished(self, name: str, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
@@ -95,7 +95,9 @@ class ResumeState:
         return _checked(path, claim, layout, crc32c)
 
     def resident_prefix(self, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
-        """Digest of the unfinished resident file's claimed tensors; None, without the claim, if damaged."""
+        """The digest of those tensors of the unfinished resident file that are claimed. None if there is no
+        claim, and if the bytes are damaged, which also drops the claim.
+        """
         if self.resident is None:
             return None
         digest = _checked(temporary_path(self.folder / RESIDENT), self.resident, layout, crc32c)
@@ -145,7 +147,7 @@ def load_state(
 
 
 def _difference(begun: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Words on the options of the run that began the folder, and on those to repeat."""
+    """A sentence for an error: the options of the run that began the folder, and those to repeat."""
     differing = [name for name in now if name in begun and begun[name] != now[name]]
     if not differing:
         return "from another source or with other options; repeat those"
@@ -159,7 +161,7 @@ def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) ->
 
 
 def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, SourceStamp]) -> ResumeState:
-    """The state of a conversion that was interrupted after its manifest: all files are finished."""
+    """The state of a conversion that stopped after writing its manifest: all files are finished."""
     origin = _origin(manifest.config, manifest.quant, manifest.provenance.fingerprint)
     claims = {name: FileClaim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
     return ResumeState(folder, origin, sources, claims)

@@ -48,9 +48,9 @@ NO_SIDECARS = "a model with experts runs without predictors and streams"
 class Sidecar:
     """One kind of sidecar.
 
-    key: of the content in the JSON file. manifest, tensors: names of the two files; the latter is empty for a
-    sidecar without tensors. command: makes them for a {model}. unaffected: the modes that run without them.
-    facts: values of the content that are the same in every file.
+    key: the key of the content in the JSON file. manifest, tensors: names of the two files; the latter is
+    empty for a sidecar without tensors. command: the command line that makes them for a {model}. unaffected:
+    the modes that run without them. facts: values of the content that are the same in every file.
     """
 
     key: str
@@ -84,7 +84,9 @@ def weights_digest(manifest: Manifest) -> str:
 
 
 def no_streams(config: ModelConfig) -> str:
-    """Why a model that isn't `ModelConfig.is_plain` has no streams: some of its blocks."""
+    """The reason why a model that isn't `ModelConfig.is_plain` has no streams, which names some of its
+    blocks.
+    """
     blocks = {
         "per-layer inputs": config.per_layer_width > 0,
         "copies of the residual": config.residual_copies > 1,
@@ -111,7 +113,7 @@ def no_streams(config: ModelConfig) -> str:
 
 
 def check_sidecar_possible(sidecar: Sidecar, config: ModelConfig) -> None:
-    """Raises BundleError for a sidecar that the model can't have because of its blocks."""
+    """Check that the model can have a sidecar. Raises BundleError if its blocks rule it out."""
     if sidecar.key in ("ngrams", "eagle", "dflash", "mtp"):
         return
     of_experts = sidecar.key in ("expert_costs", "expert_use")
@@ -156,12 +158,14 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
 
 
 def part_rule(config: ModelConfig) -> dict[str, Rule]:
-    """The rule of `part_of`, the hash of the complete model's sidecar, which only slices have."""
+    """The rule for the field `part_of`, the hash of the complete model's sidecar. Empty unless the config is
+    a slice.
+    """
     return {"part_of": SHA256} if config.part != FULL_MODEL else {}
 
 
 def read_bits(section: Section, key: str) -> int:
-    """The width of a sidecar's codes; 16: plain float16. Raises BundleError."""
+    """The number of bits of a sidecar's codes; 16 stands for plain float16. Raises BundleError."""
     bits = section.integer(key, 1, 64)
     if bits not in (4, 8, 16):
         raise BundleError(f"{section.where}.{key} is {bits}; it must be 4, 8 or 16")

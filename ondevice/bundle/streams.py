@@ -63,9 +63,10 @@ class MultiStreams:
     acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right if all
         streams before it do.
     crcs: CRC32C of each MiB of the file with the tensors.
-    begins: whether streams enter in `first_layer`, with their embeddings; else they come with the tokens from
-        a slice of earlier layers, or enter in a later slice: then `first_layer` is after these layers.
-    part_of: in a slice, `parts.sidecar_digest` of the complete model's.
+    begins: whether streams enter in `first_layer`, with their embeddings. If False, they either come with the
+        tokens from a slice of earlier layers, or enter in a later slice, and then `first_layer` is after
+        these layers.
+    part_of: in a slice, the `parts.sidecar_digest` of the complete model's streams.
     """
 
     model: str
@@ -107,7 +108,7 @@ class MultiStreams:
 
 
 def medusa_parameters(config: ModelConfig, heads: int) -> int:
-    """Number of parameters of Medusa's heads (arXiv 2401.10774): a (D, D) block and a (V, D) output each."""
+    """Number of parameters of Medusa's heads (arXiv 2401.10774). Each has a (D, D) block and a (V, D) output."""
     return heads * config.hidden_size * (config.hidden_size + config.vocab_size)
 
 
@@ -140,9 +141,11 @@ def streams_text(streams: MultiStreams) -> bytes:
 
 
 def says_lossless(data: bytes) -> bool:
-    """Whether a `streams.json`, even a damaged one, has mode `lossless`: the model doesn't need its streams.
+    """Whether a `streams.json`, even a damaged one, has mode `lossless`: the model then works without its
+    streams.
 
-    Damage hardly turns the other mode into this one, and tampering could delete the file as well.
+    Damage is very unlikely to turn the other mode into this one, and whoever tampers could delete the file as
+    well.
     """
     return _LOSSLESS.search(data) is not None
 
@@ -185,7 +188,7 @@ def _parse(section: Section, config: ModelConfig) -> MultiStreams:
 
 
 def _check_place(streams: MultiStreams, config: ModelConfig) -> None:
-    """Raises BundleError unless streams enter in one of these layers, or in another part's."""
+    """Check where streams enter. Raises BundleError unless it is one of these layers, or in another part."""
     first, num_layers = streams.first_layer, config.num_layers
     if streams.begins and first >= num_layers:
         raise BundleError(f"streams.first_layer is {first}; the last of these layers is {num_layers - 1}")

@@ -49,7 +49,7 @@ def canonical_json(value: object) -> bytes:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook`. Raises ValueError for a repeated key."""
+    """The object of `pairs`, an `object_pairs_hook` of json. Raises ValueError for a repeated key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -119,11 +119,13 @@ class Section:
         )
 
     def entry(self, key: str, kind: type[T], rules: Mapping[str, Rule]) -> T:
-        """An object as the dataclass `kind`. rules: of `values`."""
+        """An object, parsed as the dataclass `kind`. rules: the rules of `values`."""
         return kind(**self.section(key).values(rules))
 
     def entries(self, key: str, most: int, kind: type[T], rules: Mapping[str, Rule]) -> tuple[T, ...]:
-        """A list of at most `most` objects as dataclasses `kind`."""
+        """A list of at most `most` objects, each parsed as the dataclass `kind`. rules: the rules of
+        `values`.
+        """
         return tuple(kind(**section.values(rules)) for section in self.sections(key, most))
 
     def boolean(self, key: str) -> bool:
@@ -148,7 +150,9 @@ class Section:
         return tuple(self._text(value, key, most) for value in self._list(key, count))
 
     def equal(self, key: str, expected: object) -> None:
-        """Requires exactly the JSON value `expected`. For an object, the error names the wrong field."""
+        """Require that the value is exactly the JSON value `expected`. For an object, the error names the
+        wrong field.
+        """
         value = self.get(key)
         if canonical_json(value) == canonical_json(expected):
             return
@@ -162,7 +166,9 @@ class Section:
     def values(
         self, required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None
     ) -> dict[str, Any]:
-        """Every value by its key, each read by its rule. Refuses others; `optional` ones may be missing."""
+        """All values by key, each read by the rule for its key. Other keys are refused; `optional` ones may
+        be missing.
+        """
         given = {key: rule for key, rule in (optional or {}).items() if key in self._values}
         values = {key: read(self, key, *limits) for key, (read, *limits) in {**required, **given}.items()}
         self.close()

@@ -1,4 +1,4 @@
-"""Converts matrices between tiles, as the kernels multiply them, and rows.
+"""Converts matrices between tiles, which the kernels multiply, and rows.
 
 Plain numpy, written from `weights/README.md`: the oracle that the kernels are tested against.
 """
@@ -24,10 +24,11 @@ _PLANES: dict[CodeBits, tuple[int, ...]] = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4
 
 
 class StoredMatrix(NamedTuple):
-    """Rows outside tiles: codes (R, bytes), scales and biases (R, G), as in quantized rows.
+    """The rows of a matrix that was stored as tiles: codes (R, bytes), scales and biases (R, G), as in
+    quantized rows.
 
-    Two levels of scales are the bytes of headers, (R, n). added: (R,) float32 biases of the matrix's
-    products, or None.
+    With two levels of scales, `scales` holds the bytes of headers, (R, n). added: (R,) float32 biases that
+    are added to the matrix's products, or None.
     """
 
     codes: Bytes
@@ -37,7 +38,7 @@ class StoredMatrix(NamedTuple):
 
 
 def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
-    """The rows of the tiles (nbytes,) of `matrix`, or of one part of an expert's record."""
+    """The rows stored in `part`, the tiles (nbytes,) of `matrix` or one part of an expert's record."""
     count, row = matrix.rows, matrix.row
     added = None
     if matrix.has_bias:
@@ -66,7 +67,9 @@ def untiled(part: Bytes, matrix: TiledMatrix) -> StoredMatrix:
 
 
 def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
-    """The records of tiles (n, layout.tiles.stride) of slices on flash, (n, stride)."""
+    """Slices with their planes joined, (n, layout.tiles.stride), from slices as they are on flash, (n,
+    stride).
+    """
     record = layout.tiles
     joined = np.zeros((len(records), record.stride), dtype=np.uint8)
     places = zip(layout.places, record.matrices, record.part_offsets, strict=True)
@@ -81,7 +84,7 @@ def joined_slices(records: Bytes, layout: SliceLayout) -> Bytes:
 
 
 def join_planes(high: Bytes, low: Bytes, row: RowLayout) -> Bytes:
-    """The tiles (n, tile_bytes) of these high and low planes, (n, bytes) each."""
+    """The tiles (n, tile_bytes) made of their high and low planes, (n, bytes) each."""
     matrix, low_bits = TiledMatrix(TILE_ROWS, row), row.stored.low_bits
     before, upper, after = around_codes(high, matrix, row.bits - low_bits)
     lower = low.reshape(*upper.shape[:3], -1)
@@ -94,7 +97,9 @@ def join_planes(high: Bytes, low: Bytes, row: RowLayout) -> Bytes:
 
 
 def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
-    """The rows (16 n, nbytes) of tiles (n, tile_bytes), with their bytes in the tiles' order."""
+    """The rows (16 n, nbytes) of tiles (n, tile_bytes). The bytes of a row keep the order they have in the
+    tiles.
+    """
     matrix, count = TiledMatrix(TILE_ROWS, row), len(tiles)
     blocks, at, parts = tiles.reshape(count, -1, matrix.block_bytes), 0, []
     for units, width in matrix.runs:
@@ -106,7 +111,7 @@ def lane_rows(tiles: Bytes, row: RowLayout) -> Bytes:
 
 
 def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
-    """The tiles (n, tile_bytes) of rows as from `lane_rows`, with zeros after the last row."""
+    """The tiles (n, tile_bytes) made of rows as `lane_rows` returns them, with zeros after the last row."""
     matrix = TiledMatrix(len(rows), row)
     wide = np.zeros((matrix.padded_rows, row.nbytes), dtype=np.uint8)
     wide[: len(rows)] = rows
@@ -123,8 +128,8 @@ def tiles_of_lanes(rows: Bytes, row: RowLayout) -> Bytes:
 def rows_format(stored: RowFormat) -> RowFormat:
     """The format of rows outside tiles that is nearest to `stored`.
 
-    A format that only tiles have becomes one of the same codes with a scale and a bias for each 32, if its
-    groups have 32 and its codes no table, else float16 values.
+    A format that exists only in tiles becomes one with the same codes, and a scale and a bias for each 32, if
+    its groups have 32 elements and its codes have no table. Otherwise it becomes float16 values.
     """
     if not stored.tiles_only:
         return stored
@@ -135,7 +140,7 @@ def rows_format(stored: RowFormat) -> RowFormat:
 def in_rows(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
     """The rows of a matrix in the format `rows_format(row.stored)`.
 
-    Scales and values are rounded to float16; those beyond it become infinite.
+    Scales and values are rounded to float16; those beyond its range become infinite.
     """
     stored = row.stored
     if not stored.tiles_only:
@@ -158,9 +163,11 @@ def in_rows(matrix: StoredMatrix, row: RowLayout) -> StoredMatrix:
 
 
 def around_codes(tiles: Bytes, matrix: TiledMatrix, bits: int) -> tuple[Bytes, Bytes, Bytes]:
-    """The bytes before the codes in every block of tiles or planes, the codes of `bits` bits, and the rest.
+    """The bytes of tiles or planes in three arrays: before the codes of a block, the codes of `bits` bits,
+    and after them.
 
-    (n, B, bytes), (n, B, blocks of 64 columns in each, bytes) and (n, B, bytes).
+    Their shapes are (n, B, bytes), (n, B, blocks of 64 columns, bytes) and (n, B, bytes) for n tiles of B
+    blocks.
     """
     codes = TILE_ROWS * matrix.block_cols * bits // 8
     others = matrix.block_bytes - TILE_ROWS * matrix.block_cols * matrix.row.bits // 8
@@ -171,7 +178,7 @@ def around_codes(tiles: Bytes, matrix: TiledMatrix, bits: int) -> tuple[Bytes, B
 
 
 def _join_run(high: Bytes, low: Bytes, bits: int) -> Bytes:
-    """The codes of a block, or of half a block, (..., bytes), from their planes."""
+    """The codes of a block, or of half a block, (..., bytes), joined from its two planes."""
     if bits == 8:
         return np.concatenate([(high & 15) << 4 | low & 15, high & 0xF0 | low >> 4], axis=-1)
     if bits == 6:
@@ -182,13 +189,15 @@ def _join_run(high: Bytes, low: Bytes, bits: int) -> Bytes:
 
 
 def _by_rows(values: NDArray[Number]) -> NDArray[Number]:
-    """(tiles, groups, n, 16) values of 16 rows side by side -> (rows, groups * n)."""
+    """The values of rows, (rows, groups * n), from (tiles, groups, n, 16), where 16 rows lie side by side."""
     tiles, groups, count, _ = values.shape
     return values.transpose(0, 3, 1, 2).reshape(tiles * TILE_ROWS, groups * count)
 
 
 def _headers(headers: Bytes, upper: int) -> Bytes:
-    """Rows (R, bytes) of the headers (tiles, S, bytes), which begin with `upper` bytes of float16 values."""
+    """The headers of rows, (R, bytes), from those of tiles, (tiles, S, bytes). The first `upper` bytes are
+    float16 values.
+    """
     tiles, supers, _ = headers.shape
     halves = np.ascontiguousarray(headers[:, :, :upper]).reshape(tiles, supers, -1, TILE_ROWS, 2)
     lower = headers[:, :, upper:].reshape(tiles, supers, -1, TILE_ROWS)
@@ -198,7 +207,7 @@ def _headers(headers: Bytes, upper: int) -> Bytes:
 
 
 def _codes(blocks: Bytes, bits: CodeBits) -> Bytes:
-    """Rows (R, bytes) of the codes (tiles, groups, bytes) of blocks."""
+    """The codes of rows, (R, bytes), from the codes of tiles' blocks, (tiles, groups, bytes)."""
     tiles, groups, _ = blocks.shape
     words = np.ascontiguousarray(blocks).view(np.uint32)
     if bits not in _PLANES:

@@ -116,7 +116,7 @@ def verify(
 
 
 def _unused(bundle: Bundle) -> tuple[str, ...]:
-    """Names of sidecars' tensor files without the JSON file that describes them."""
+    """Names of sidecars' tensor files whose JSON file, which would describe them, is missing."""
     folder = bundle.path
     return tuple(
         sidecar.tensors
@@ -128,7 +128,7 @@ def _unused(bundle: Bundle) -> tuple[str, ...]:
 
 
 def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
-    """The bundle, without `sidecar` if the sidecar's tensors don't match their checksums."""
+    """The bundle as it is, or without `sidecar` if the sidecar's tensors don't match their checksums."""
     sidecar_files = bundle.sidecar_files.get(sidecar.tensors)
     if sidecar_files is None:
         return bundle
@@ -214,7 +214,9 @@ def _verify_file(
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
-    """An error with the first record whose gate rows differ, for which both copies are read again."""
+    """The error for gate rows whose two copies differ. It names the first such record, after reading both
+    copies again.
+    """
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
     strides = bundle.gate_layout.stride, bundle.record_layout.stride
     used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.record_layout.stride)
@@ -237,7 +239,9 @@ def _different_gates(bundle: Bundle, layer: int) -> BundleError:
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
-    """Yields the bytes before the CRC units, then runs of complete unit cycles; each overwrites the last."""
+    """Yields the bytes before the CRC units, then runs of full unit cycles. Each array overwrites the one
+    before.
+    """
     cycle = sum(layout.crc_units)
     step = max(CHUNK_BYTES // cycle, 1) * cycle
     buffer = np.empty(min(max(step, layout.crc_start), file.nbytes), np.uint8)
@@ -266,9 +270,10 @@ def _padding_stain(records: np.ndarray, record: PartLayout, offset: int) -> int 
 
 
 def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
-    """File offset of a float16 in `chunk` that isn't finite, or of too large a scale of MXFP4; or None.
+    """File offset of the first float16 in `chunk` that isn't finite, or MXFP4 scale that is too large; or
+    None.
 
-    offset: of the chunk. In a record file it begins with a record.
+    offset: the chunk's offset in the file. In a record file a chunk begins with a record.
     """
     period = layout.halves_period
     if period and offset < layout.crc_start:
@@ -297,9 +302,9 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
 
 
 def _broken_repeat(chunk: np.ndarray, halves: HalfRange) -> int | None:
-    """Place in `chunk` of an invalid number in several ranges; or None.
+    """Place in `chunk` of the first invalid number, if its numbers lie in repeated ranges; or None.
 
-    halves: counted from the chunk's first byte. Ranges may be partly or wholly outside the chunk.
+    halves: the ranges, counted from the chunk's first byte. They may lie partly or fully outside the chunk.
     """
     size, step = halves.stop - halves.start, halves.step
     # Ranges low .. high are inside; the two next to them may be cut off.
@@ -335,7 +340,9 @@ def _broken_float(file: CheckedFile, layout: FileLayout) -> int | None:
 
 
 def _broken(values: np.ndarray, halves: HalfRange) -> np.ndarray:
-    """Places (n, dimensions) of invalid numbers in `values`, bytes of these ranges."""
+    """Places (n, dimensions) of the invalid numbers in `values`, which are the bytes of the
+    ranges `halves`.
+    """
     if halves.mxfp4:
         return np.argwhere(values > MAX_POWER)
     places = np.argwhere(~np.isfinite(values.view("<f2")))
@@ -344,7 +351,7 @@ def _broken(values: np.ndarray, halves: HalfRange) -> np.ndarray:
 
 
 def _repeated(records: np.ndarray, halves: HalfRange) -> np.ndarray:
-    """(n, count, bytes) of several ranges of each of the records (n, stride)."""
+    """The bytes (n, count, bytes) of the ranges `halves` in each of the records (n, stride)."""
     size, end = halves.stop - halves.start, halves.start + halves.step * (halves.times - 1)
     # The last range may have fewer bytes after it than a step.
     first = records[:, halves.start : end].reshape(len(records), halves.times - 1, halves.step)[:, :, :size]

@@ -14,7 +14,7 @@ EXPERT_NORMS = ("router.norm", "experts.norm", "experts.output_norm", "dense.out
 
 
 class WeightShape(NamedTuple):
-    """A weight that only some models have. name: in a bundle, without the layer's prefix.
+    """A weight that only some models have. name: its name in a bundle, without the layer's prefix.
 
     shape: (rows, columns) of a matrix, else the shape of float32 values.
     is_matrix: whether it is stored as a matrix.
@@ -41,8 +41,8 @@ def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
     """The weights outside layers that only some models have, in a bundle's order.
 
     `project_in` maps an embedding of another width to a layer's input, `project_out` a layer's output to the
-    head's input. `spread` makes each residual stream after the first from the embedding, `gather` projects it
-    in the end.
+    head's input. `spread` computes each residual stream except the first from the embedding, and `gather`
+    projects each at the end.
     """
     hidden, part, shapes = config.hidden_size, config.part, []
     if config.embedding_width and part.embeds:
@@ -61,7 +61,9 @@ def model_weight_shapes(config: ModelConfig) -> tuple[WeightShape, ...]:
 
 
 def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightShape, ...]:
-    """A layer's weights that only some models have, in a bundle's order: after all others of the layer."""
+    """The weights of a layer that only some models have, in a bundle's order. They come after the layer's
+    other weights.
+    """
     hidden, width, rank = config.hidden_size, config.per_layer_width, layer.laurel_rank
     copies, shapes = config.residual_copies, []
     if rank:
@@ -119,10 +121,10 @@ def layer_weight_shapes(config: ModelConfig, layer: LayerSpec) -> tuple[WeightSh
 
 
 def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
-    """The weights of a Mamba-2 mixer; none without one.
+    """The weights of a layer's Mamba-2 mixer; empty without one.
 
-    If the layer attends too, the mixer has separate projections: `in` with the rows of x, B, C and z, and
-    `out`.
+    If the layer also has attention, the mixer has separate projections: `in` with the rows of x, B, C and z,
+    and `out`.
     """
     mixer, hidden = layer.mamba2, config.hidden_size
     if mixer is None:
@@ -149,7 +151,7 @@ def _mixer_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
 
 
 def _latent_shapes(config: ModelConfig, layer: LayerSpec) -> list[WeightShape]:
-    """The weights of latent attention, as in `LatentWeights`; none without it."""
+    """The weights of a layer's latent attention, as in `LatentWeights`; empty without it."""
     latent, heads = layer.attention.latent, config.num_heads
     if latent is None:
         return []

@@ -53,7 +53,8 @@ from ondevice.model_config import ModelConfig
 
 
 class BundleWriter:
-    """Fills `folder` (made if absent) with a bundle, or continues one that an interrupted writer left.
+    """Writes a bundle to `folder`, which is made if it is missing, or continues one that an interrupted
+    writer left.
 
     Methods raise ValueError for arguments of the wrong shape, OndeviceError if the disk refuses. Not
     thread-safe.
@@ -108,7 +109,7 @@ class BundleWriter:
     def write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
         """Writes the record file `name` from uint8 arrays (n, stride); does nothing if it is finished.
 
-        Experts that are stored as matrices come as arrays (n,) of the next bytes.
+        Experts that are stored as matrices are given as arrays (n,), each with the next bytes.
         """
         if self.finished(name):
             return
@@ -154,7 +155,7 @@ class BundleWriter:
             self._record(RESIDENT, sink.digest)
 
     def written(self, name: str) -> CheckedFile:
-        """The finished file `name`, or the resident file as far as it is written, for reading."""
+        """The finished file `name`, for reading; of the resident file, the part that is already written."""
         path, digest, layout = self.folder / name, self._finished.get(name), self._layout(name)
         if digest is None and name == RESIDENT and self._resident is not None:
             path, digest = temporary_path(path), self._resident
@@ -178,7 +179,7 @@ class BundleWriter:
         self._finished[name] = digest
 
     def adopt(self, name: str, source: Path, entry: FileEntry) -> None:
-        """Links, or copies, the file `name` from another bundle's `source`.
+        """Use a file of another bundle, `source`, as the file `name`, by a link or a copy.
 
         Raises BundleError if the file doesn't match `entry`.
         """
@@ -243,7 +244,7 @@ class BundleWriter:
 
 
 class _FileSink:
-    """A file being written under its temporary name, from the end of the bytes in `digest` on."""
+    """A file that is being written under its temporary name, continued after the bytes in `digest`."""
 
     def __init__(self, path: Path, layout: FileLayout, digest: FileDigest) -> None:
         self.path = path
@@ -275,9 +276,9 @@ class _FileSink:
         self.digest.update(data)
 
     def _begin_writeback(self, nbytes: int) -> None:
-        """Have the system write the last bytes now, not when `sync` waits for it.
+        """Let the system start to write the last bytes now, so that `sync` has less to wait for.
 
-        The advice drops no pages that aren't on the disk yet.
+        Pages that aren't on the disk yet are not dropped.
         """
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):

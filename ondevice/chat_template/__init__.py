@@ -104,7 +104,8 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, *, bos_token: str = "", eos_token: str = "", day: date | None = None
     ) -> None:
-        """source: Jinja text, or None for the plain transcript. day: what `strftime_now` tells; None: today.
+        """source: Jinja text, or None for a plain transcript. day: the date that `strftime_now` returns, or
+        None for today.
 
         Raises BundleError if it doesn't compile.
         """
@@ -133,7 +134,8 @@ class ChatTemplate:
     def load(source: bytes | None, tokenizer: Tokenizer, day: date | None = None) -> ChatTemplate:
         """The template of a bundle, with the tokenizer's names for bos and eos.
 
-        source: None if it has no file. day: as for a new one.
+        source: bytes of its file, or None if it has none. day: the date that `strftime_now` returns, or None
+        for today.
         """
         text = None if source is None else decoded(source)
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
@@ -145,7 +147,7 @@ class ChatTemplate:
 
     @cached_property
     def always_thinks(self) -> bool:
-        """Whether every reply begins with thinking, and nothing turns that off."""
+        """Whether every reply begins with thinking that no option turns off."""
         if self._marks is None or self._switch is not None or EFFORT in self._reads:
             return False
         made = self._tried([{"role": "user", "content": "x"}], {})
@@ -153,21 +155,21 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template takes tools, in a known format of calls.
+        """Whether the template takes tools and their calls have a known format.
 
-        Otherwise they come as text, and calls in the format that the model is told.
+        Otherwise tools are written into the messages' text, and the model is told the format of calls.
         """
         return self._tools_by is not None and (self._has_channels or self._format is not None)
 
     @property
     def _call_format(self) -> CallFormat:
-        """The format of calls, for a template without channels."""
+        """The format in which the model writes calls. For a template without channels."""
         return self._format if self.takes_tools and self._format is not None else HERMES
 
     def reply_parser(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser:
-        """A parser that separates thinking and calls from the reply, for a reply that follows a prompt's ids.
+        """A parser that separates thinking and tool calls from the reply that follows the prompt's token ids.
 
-        Raises UsageError where the model can't be told not to think.
+        Raises UsageError if thinking is to be off but the model can't turn it off.
         """
         if options.reply_prefix is not None:
             prefix, parser = options.reply_prefix, self.reply_parser(replace(options, reply_prefix=None))
@@ -190,13 +192,15 @@ class ChatTemplate:
         )
 
     def gate(self, options: PromptOptions = PLAIN, prompt: Sequence[int] = ()) -> ReplyParser | None:
-        """A gate that tells which text a constraint applies to; None if it applies to all of it."""
+        """A parser that tells which part of the text a constraint applies to; None if it applies to all of
+        it.
+        """
         return None if self._has_channels and options.must_call else self.reply_parser(options, prompt)
 
     def forced_call(self, options: PromptOptions) -> Constraint:
-        """The constraint for a reply that calls one of the tools `must_call`.
+        """The constraint for a reply that must call one of the tools named in `options.must_call`.
 
-        Raises UsageError where that can't be enforced, ConstraintError for a tool's schema that is none.
+        Raises UsageError if that can't be enforced, ConstraintError if a tool's schema isn't a valid one.
         """
         tools = [tool for tool in options.tools if tool.name in options.must_call]
         if len(tools) < len(options.must_call):
@@ -211,7 +215,7 @@ class ChatTemplate:
         """The constraint for a reply that is either calls of the tools or a text under the constraint
         `answer`.
 
-        Raises ConstraintError where the two can't be told apart, and for a tool's schema that is none.
+        Raises ConstraintError if the two can't be told apart, and if a tool's schema isn't a valid one.
         """
         if self._has_channels:
             return answer
@@ -224,10 +228,10 @@ class ChatTemplate:
         options: PromptOptions = PLAIN,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text.
+        """The prompt's text, made from messages by the template.
 
-        Raises UsageError for messages that are malformed or that the template refuses, and for options that
-        it has no place for, BundleError if the template fails, tries to escape, or exceeds a limit on its
+        Raises UsageError for malformed messages, for messages that the template refuses, and for options that
+        it can't express. Raises BundleError if the template fails, tries to escape, or exceeds a limit on its
         work, output or time.
         """
         checked = self._checked(messages, options)
@@ -248,8 +252,8 @@ class ChatTemplate:
         A special token's name in a message is encoded as plain text, and the template sees it as it is.
         Raises as `render` does.
 
-        most: number of ids that the caller can use. If there are more, only some of them may be returned, but
-            more than `most`.
+        most: number of ids that the caller can use. A longer prompt may be cut, but never to `most` ids or
+        fewer.
         """
         ids = self._encoded(messages, tokenizer, options, add_generation_prompt, most)
         if (prefix := options.reply_prefix) is None:
@@ -268,7 +272,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         most: int | None,
     ) -> list[int]:
-        """Token ids of `encode` without the beginning of a reply."""
+        """The token ids that `encode` returns, but without the beginning of a reply."""
         checked = self._checked(messages, options)
         for message in checked:
             # Checked first, so that no copies are made of a message longer than any context.
@@ -335,7 +339,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text, from messages and tools in the forms that the template takes.
 
-        It knows which of its parts were given.
+        The text records which of its parts come from messages and tools.
         """
         from ondevice.chat_template.meter import TemplateLimit
 
@@ -358,9 +362,9 @@ class ChatTemplate:
     def _placements(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> Iterator[list[dict[str, Any]]]:
-        """The messages in all forms and places that the template may take, best first.
+        """Yields the messages in every form and order that the template may take, best first.
 
-        They have the tools in them where the template has no place for these.
+        If the template has no place for tools, they are written into the messages.
         """
         if not tools and not uses_tools(messages):
             yield from self._placed(messages)
@@ -380,14 +384,16 @@ class ChatTemplate:
         yield from self._placed(with_tools_as_text(messages, tools, self._call_format, self._takes_system))
 
     def _placed(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """The messages where the template takes them; if that isn't known, one placement after another."""
+        """Yields the messages in the order that the template is known to take; if none is known, every order
+        to try.
+        """
         kept = None
         if not is_usual(messages):
             kept = next((each for each in placements(messages) if self._keeps(each)), None)
         yield from (placements(messages) if kept is None else [kept])
 
     def _keeps(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether the template writes all users' messages and instructions in order, and none of them as a
+        """Whether the template writes all user messages and instructions in order, and none of them as a
         reply.
 
         The first instructions may stand anywhere: some templates put them before the last question.
@@ -403,7 +409,7 @@ class ChatTemplate:
         return -1 not in places and ordered == sorted(ordered)
 
     def _say_tools_come_as_text(self) -> None:
-        """Log, once, that tools come as text."""
+        """Log, once, that tools are written as text into the messages."""
         if not self._has_said_text:
             self._has_said_text = True
             what = "has no place for tools" if self._tools_by is None else "writes calls in an unknown format"
@@ -414,7 +420,7 @@ class ChatTemplate:
             )
 
     def _thinking(self, options: PromptOptions) -> dict[str, Any]:
-        """The template variables that turn thinking on or off, or set its amount."""
+        """The template variables that turn thinking on or off, or set how much the model thinks."""
         think = options.think
         if think is None:
             return {}
@@ -424,7 +430,9 @@ class ChatTemplate:
 
     @cached_property
     def _switch(self) -> str | None:
-        """The variable by which the template asks whether to think; setting it must change the prompt."""
+        """The variable that turns thinking on or off. It counts only if setting it changes the prompt. None
+        without one.
+        """
         return next((name for name in SWITCHES if name in self._reads and self._asks_for(name)), None)
 
     def _asks_for(self, name: str) -> bool:
@@ -433,7 +441,9 @@ class ChatTemplate:
 
     @cached_property
     def _tools_by(self) -> str | None:
-        """How the template takes tools: the name of a variable, or `system` for the system message."""
+        """How the template takes tools: the name of a variable, or `system` if it takes them in the system
+        message.
+        """
         tools = [Tool(_PROBE).to_dict()]
         for way in (*(name for name in TOOL_NAMES if name in self._reads), "system"):
             messages, variables = with_tools([{"role": "user", "content": "x"}], tools, way)
@@ -443,7 +453,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """Whether the template writes instructions."""
+        """Whether the template writes system instructions into the prompt."""
         return _PROBE in self._tried(
             [{"role": "system", "content": _PROBE}, {"role": "user", "content": "x"}], {}
         )
@@ -465,7 +475,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template writes string arguments, which no JSON object is."""
+        """Whether the template also writes call arguments that are a string instead of a JSON object."""
         function = {"name": _PROBE, "arguments": "probe_value"}
         call = {"id": "123456789", "type": "function", "function": function}
         messages: list[dict[str, Any]] = [
@@ -478,7 +488,7 @@ class ChatTemplate:
         return "probe_value" in self._tried(taken, {})
 
     def _tried(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The template's output for these messages; empty if it refuses them or fails."""
+        """The template's output for these messages, or an empty text if it refuses them or fails."""
         try:
             return self._render(messages, variables, True)
         except (UsageError, BundleError):
@@ -511,7 +521,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         given: int = 0,
     ) -> str:
-        """The template's output. given: number of characters in messages and tools, which may cost work."""
+        """The template's output. given: number of characters in messages and tools, which bounds the work
+        allowed.
+        """
         import jinja2
 
         from ondevice.chat_template.meter import MessagesRefused, TemplateMeter
@@ -548,9 +560,9 @@ def decoded(source: bytes) -> str:
 
 
 def try_out(source: str) -> None:
-    """Raises BundleError for a template that doesn't compile or fails on a short chat.
+    """Compile a template and run it on a short chat. Raises BundleError if it doesn't compile or fails.
 
-    One that refuses it, by `raise_exception`, is sound.
+    A template that refuses the chat with `raise_exception` is fine.
     """
     template = ChatTemplate(source)
     with suppress(UsageError):
@@ -558,7 +570,7 @@ def try_out(source: str) -> None:
 
 
 def read_template(path: str | os.PathLike[str]) -> bytes:
-    """A template from a user's file. Raises UsageError if it can't be read or used."""
+    """The bytes of a template in a user's file. Raises UsageError if it can't be read or used."""
     try:
         with open(path, "rb") as stream:
             data = stream.read(4 * MAX_TEMPLATE_CHARS + 1)
@@ -572,7 +584,7 @@ def read_template(path: str | os.PathLike[str]) -> bytes:
 
 
 def abilities(source: str) -> tuple[str, ...]:
-    """A model's abilities by its template's source, in Ollama's words: tools, thinking."""
+    """What a model can do, judged by its template's source, in Ollama's words: `tools`, `thinking`."""
     calls = CHANNEL in source or recognised(source) is not None
     thinks = CHANNEL in source or any(closes in source for _, closes in THINKING_MARKS)
     takes = calls and any(name in source for name in TOOL_NAMES)
@@ -580,7 +592,7 @@ def abilities(source: str) -> tuple[str, ...]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, and in which of the template's lines if that is known."""
+    """What went wrong, and in which line of the template if that is known."""
     lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     line = getattr(error, "lineno", None) or next(reversed(lines), None)
     where = f" (line {line})" if line and f"line {line}" not in str(error) else ""

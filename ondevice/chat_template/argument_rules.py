@@ -1,8 +1,8 @@
 """Grammar rules for arguments that aren't JSON: names and values between marks, and Gemma's notation.
 
-What the rules allow is read back by `call_formats.py` as arguments that the schema describes. Optional
-properties may be left out, properties that a schema doesn't list don't come, and a keyword that has no rule
-is refused by name.
+Every text that the rules allow is read by `call_formats.py` as arguments that match the schema. Optional
+properties may be left out, properties that the schema doesn't list can't occur, and a keyword that has no
+rule is refused by name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Rules:
         return "\n".join(self._lines)
 
     def name(self, body: str, kind: str = "rule") -> str:
-        """The name of a new rule, or, if `kind` is upper case, of a new terminal."""
+        """Add a rule, or a terminal if `kind` is in upper case, with this body. Returns the new name."""
         name = f"{kind}_{len(self._lines)}"
         self.set(name, body)
         return name
@@ -72,7 +72,7 @@ class Rules:
         self._lines.append(f"{name}: {body}")
 
     def literal(self, text: str) -> str:
-        """A rule for a text, with special tokens by their ids."""
+        """A rule for exactly this text, in which special tokens are named by their ids."""
         names = sorted((name for name in self.special if name in text), key=len, reverse=True)
         if not names:
             return json.dumps(text) if text else ""
@@ -82,15 +82,15 @@ class Rules:
         )
         return " ".join(terminals)
 
-    def text(self, schema: Mapping[str, Any], behind: str, marks: Sequence[str]) -> str:
-        """A rule for a text that a schema describes, followed by `behind`, which ends with the first of the
+    def text(self, schema: Mapping[str, Any], closing: str, marks: Sequence[str]) -> str:
+        """A rule for a text that a schema describes, followed by `closing`, which ends with the first of the
         marks.
 
-        None of the marks is in the text. All begin with `<`: a text whose length or letters a schema limits
-        has none of that letter, because to look for marks as well takes llguidance too much.
+        The text contains none of the marks, which all begin with `<`. If the schema limits its length or
+        letters, it contains no `<` at all, since looking for marks as well exceeds llguidance's limits.
         """
         is_token = marks[0] in self.special
-        end = "" if is_token else _escaped(behind)
+        end = "" if is_token else _escaped(closing)
         count = _counted(schema, "minLength", "maxLength")
         if "pattern" in schema or count not in ("{0,}", "{1,}"):
             parts = [f"/[^<]{count}{end}/"]
@@ -100,7 +100,7 @@ class Rules:
             parts = [f"/(?s:.{count}){end}/", f"~/(?s:.*)({others})(?s:.*)/"]
             parts += [] if is_token else [f"~/(?s:.*){_escaped(marks[0])}(?s:.+)/"]
         terminal = self.name(" & ".join(parts), "TEXT")
-        return f"{terminal} {self.literal(behind)}" if is_token else terminal
+        return f"{terminal} {self.literal(closing)}" if is_token else terminal
 
 
 def _escaped(text: str) -> str:
@@ -108,7 +108,7 @@ def _escaped(text: str) -> str:
 
 
 def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
-    """The repetition suffix for two keywords' bounds."""
+    """The repetition suffix, such as `{1,5}`, for the bounds in two keywords of a schema."""
     low, high = schema.get(least, 0), schema.get(most)
     for name, count in ((least, low), (most, 0 if high is None else high)):
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
@@ -119,7 +119,9 @@ def _counted(schema: Mapping[str, Any], least: str, most: str) -> str:
 
 
 def _anywhere(pattern: object) -> str:
-    """A pattern for a complete text, from a JSON Schema pattern, which may match anywhere."""
+    """A pattern that matches an entire text, made from a JSON Schema pattern, which may match
+    anywhere in it.
+    """
     if not isinstance(pattern, str):
         raise ConstraintError("a pattern is no string", "pattern")
     begins = pattern.startswith("^")
@@ -147,20 +149,22 @@ def _branches(pattern: str) -> int | None:
 
 @dataclass(frozen=True)
 class PairForm:
-    """Where names and values stand between marks.
+    """The marks around the names and values of arguments.
 
-    before: with the name in the place of KEY. behind: of a value. between: what follows that. marks: what no
-    text may have in it, first of all the mark in `behind`.
+    before: precedes a value, with the name in the place of KEY. closing: follows a value. between: follows
+    `closing`, before the next name. marks: strings that no value may contain, first the mark in `closing`.
     """
 
     before: str
-    behind: str
+    closing: str
     between: str
     marks: tuple[str, ...]
 
 
 def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
-    """The arguments of a tool, each between marks. Raises ConstraintError for a schema that has no rules."""
+    """A rule for a tool's arguments, each between marks. Raises ConstraintError for a schema that has no
+    rules.
+    """
     schema = tool.parameters
     root = _followed(schema)
     defined = {key: schema[key] for key in _DEFINITIONS if key in schema}
@@ -172,39 +176,40 @@ def pairs(rules: Rules, tool: Tool, form: PairForm) -> str:
             body = _bare(rules, value, form)
         else:
             _require_local(value)
-            body = f"{json_rule(_json(value, defined))} {rules.literal(form.behind)}"
+            body = f"{json_rule(_json(value, defined))} {rules.literal(form.closing)}"
         rule = rules.name(f"{before} {body} {rules.literal(form.between)}")
         rules_of_pairs.append(rule if is_required else f"{rule}?")
     return " ".join(rules_of_pairs)
 
 
 def _json(value: Any, defined: Mapping[str, Any]) -> Constraint:
-    """A value's schema with the definitions of the complete schema."""
+    """The constraint for a JSON value: its schema, with the definitions of the complete schema."""
     return Constraint.json_schema({**value, **defined} if isinstance(value, Mapping) else value)
 
 
 def _bare(rules: Rules, schema: Mapping[str, Any], form: PairForm) -> str:
     values = _listed(schema)
     if values is None:
-        return rules.text(schema, form.behind, form.marks)
+        return rules.text(schema, form.closing, form.marks)
     unwritable = (*form.marks, *rules.special)
     texts = [it for it in values if isinstance(it, str) and not any(mark in it for mark in unwritable)]
     if not texts:
         raise ConstraintError("none of a list of values can be written in calls of this format", "enum")
-    return f"({' | '.join(rules.literal(text + form.behind) for text in texts)})"
+    return f"({' | '.join(rules.literal(text + form.closing) for text in texts)})"
 
 
 def gemma(rules: Rules, tool: Tool, marks: tuple[str, ...]) -> str:
     """A rule for a tool's arguments in Gemma's notation: `{key:value}`, texts between GEMMA_QUOTE.
 
-    marks: what no text may have in it, GEMMA_QUOTE first. Raises ConstraintError for a schema without rules.
+    marks: strings that no text may contain, GEMMA_QUOTE first. Raises ConstraintError for a schema without
+    rules.
     """
     root = json.loads(prepared(json.dumps(dict(tool.parameters))))
     return _Gemma(rules, root, marks).members(_followed(root), 0)
 
 
 class _Gemma:
-    """Writes the rules for one schema."""
+    """Writes the rules for one schema in Gemma's notation."""
 
     def __init__(self, rules: Rules, root: Any, marks: tuple[str, ...]) -> None:
         self._rules, self._root, self._marks = rules, root, marks
@@ -311,7 +316,7 @@ class _Gemma:
 
 
 def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
-    """Properties that may occur, in order: names, schemas and whether they are required."""
+    """Yields the properties that may occur, in order: name, schema, and whether it is required."""
     _only(schema, _TYPES["object"], ("object",), what)
     if "object" not in _types(schema):
         raise ConstraintError(f"{what} are of another type than object", "type")
@@ -332,7 +337,7 @@ def _members(schema: Any, what: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _only(schema: Any, keywords: Sequence[str], types: Sequence[str], what: str) -> None:
-    """Raises ConstraintError for a keyword about these types that isn't among `keywords`."""
+    """Check that the keywords for these types are among `keywords`. Raises ConstraintError for any other."""
     if not isinstance(schema, Mapping):
         raise ConstraintError(f"the schema of {what} is of type {type(schema).__name__}")
     about = {*_ANY_TYPE, *(key for kind in types for key in _about(kind))} - {*keywords}
@@ -344,19 +349,22 @@ def _only(schema: Any, keywords: Sequence[str], types: Sequence[str], what: str)
 
 
 def _about(kind: str) -> tuple[str, ...]:
-    """The keywords about a type's values."""
+    """The keywords that constrain values of a type."""
     return (*_TYPES[kind], *_REFUSED.get(kind, ()))
 
 
 def _alone(schema: Mapping[str, Any], keyword: str) -> None:
-    """Raises ConstraintError for any other constraint beside a keyword."""
+    """Check that a keyword is the schema's only constraint. Raises ConstraintError for another."""
     _only(schema, (keyword,), tuple(_TYPES), f"a schema with {keyword}")
     if "type" in schema:
         raise ConstraintError(f"a type beside {keyword} can't be enforced in calls of this format", "type")
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The allowed values, if a schema lists them, of the types that it has. Other keywords are refused."""
+    """The values that a schema lists and its type allows; None if it lists none.
+
+    Raises ConstraintError if other keywords restrict the list, or if no value is left.
+    """
     if "const" not in schema and "enum" not in schema:
         return None
     types = _types(schema) if "type" in schema else tuple(_TYPES)
@@ -378,7 +386,7 @@ def _is_of(value: Any, types: Sequence[str]) -> bool:
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types of a schema; if it names none, those that its keywords are about."""
+    """The types that a schema allows. If it names none, the types that its keywords are for."""
     given = schema.get("type")
     if given is None:
         about = [kind for kind in _TYPES if any(key in schema for key in _about(kind))]
@@ -390,7 +398,7 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _referred(root: Any, pointer: object) -> Any:
-    """The definition that a reference names. Raises ConstraintError if there is none."""
+    """The definition that a reference points to. Raises ConstraintError if there is none."""
     target = root
     for part in _local(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -401,7 +409,7 @@ def _referred(root: Any, pointer: object) -> Any:
 
 
 def _followed(root: Any) -> Any:
-    """The schema of arguments, following a schema that is only a reference to one of its definitions."""
+    """The schema of arguments. If it is only a reference to a definition, that definition."""
     schema = root
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
@@ -412,7 +420,9 @@ def _followed(root: Any) -> Any:
 
 
 def _local(pointer: object) -> str:
-    """A reference to a definition of the same schema. Raises ConstraintError for another."""
+    """The reference itself, if it points to a definition of the same schema. Raises ConstraintError
+    otherwise.
+    """
     if not isinstance(pointer, str) or _LOCAL.match(pointer) is None:
         raise ConstraintError(
             f"the reference {str(pointer)[:80]} can't be followed in calls: only one to $defs can",
@@ -422,14 +432,14 @@ def _local(pointer: object) -> str:
 
 
 def _require_local(schema: Any) -> None:
-    """Raises ConstraintError for a reference that leads out of the schema."""
+    """Check all references in a schema. Raises ConstraintError for one that points out of it."""
     for each in _walked(schema):
         if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
             _local(each["$ref"])
 
 
 def _walked(value: Any) -> Iterator[Any]:
-    """A value and everything nested in it."""
+    """Yields a value, and everything nested in it."""
     yield value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for each in inner:

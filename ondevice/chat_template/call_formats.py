@@ -1,7 +1,7 @@
 """Formats in which model families write tool calls, recognised by the marks in their chat templates.
 
 A format says where a call begins and ends in a reply, reads what stands between, and writes calls for
-templates that leave them out of a conversation. What a format can't read is no call: it stays text.
+templates that leave them out of a conversation. Text that a format can't read as a call stays text.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
 class Streaming:
     """Where JSON arguments stand, so that they can be reported while they are written.
 
-    head: what stands before a call's arguments; one of its groups is the tool's name. tail: what may stand
-    behind them, as far as it belongs to the call. Each matches a bounded number of spaces and words.
+    head: matches what precedes a call's arguments; one of its groups is the tool's name. tail: matches what
+    may follow them and belongs to the call. Each matches a bounded number of spaces and words.
     """
 
     head: re.Pattern[str]
@@ -56,7 +56,7 @@ class Streaming:
 
 
 def inside_string(text: str, tools: Tools) -> bool:
-    """Whether a text ends inside a string of JSON."""
+    """Whether a text ends inside a JSON string."""
     ends = [match[1] for match in _STRING.finditer(text)]
     return ends[-1:] == [""]
 
@@ -65,12 +65,13 @@ def inside_string(text: str, tools: Tools) -> bool:
 class CallFormat:
     """One way to write calls.
 
-    marks: strings that a template of this format has, all of them. opens: what begins calls; `closes` ends
-    them, or the reply's end. read: the calls in between, or None if they aren't of this format or of another
-    tool. write: calls as the model writes them. bare: whether the model writes calls without a mark.
-    inner: marks inside of calls, which may be special tokens. streaming: None if arguments aren't JSON.
-    inside: whether calls that end here end inside an argument, in which `closes` may stand. could: whether
-    what stands behind `opens` can still become a call, where that also begins other texts.
+    marks: strings that all occur in a template of this format. opens: the text that begins calls. closes: the
+    text that ends them; the reply's end does too. read: returns the calls in between, or None if they have
+    another format or name an unknown tool. write: returns calls as the model writes them. bare: whether the
+    model writes calls without a mark. inner: marks inside of calls, which may be special tokens. streaming:
+    None if arguments aren't JSON. inside: whether the text so far ends inside an argument, which may contain
+    `closes`. could: whether the text after `opens` can still become a call, for an `opens` that also begins
+    other texts.
     """
 
     name: str
@@ -92,9 +93,11 @@ class CallFormat:
 
 
 def json_calls(text: str, tools: Tools, needs_arguments: bool = False) -> list[Call] | None:
-    """Calls written as JSON: an object with a name and arguments, several of them, or a list.
+    """Calls written as JSON: one object with a name and arguments, several such objects, or a list of them.
+    None if the text is anything else.
 
-    needs_arguments: whether an object with a name and no arguments is none, unless it says that it is one.
+    needs_arguments: whether an object with a name but no arguments counts as a call only if it says that it
+    is one.
     """
     values = list(_values(text))
     if values[-1:] == [_BROKEN]:
@@ -108,7 +111,9 @@ _BROKEN = object()
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, one after the other; _BROKEN last if the rest is none."""
+    """Yields the JSON values of a text, one after the other, then _BROKEN if the remaining text
+    isn't JSON.
+    """
     at, end = 0, len(text)
     while True:
         while at < end and text[at] in SEPARATORS:
@@ -138,7 +143,7 @@ def _object_call(value: Any, tools: Tools, needs_arguments: bool) -> Call | None
 
 
 def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
-    """A call, if the tool exists and its arguments are an object that JSON can hold, or null; else None."""
+    """The call, if the tool exists and its arguments are null or an object of plain JSON; otherwise None."""
     if isinstance(arguments, str | None):
         arguments = parsed_object(arguments or "")
     if name not in tools or not isinstance(arguments, dict):
@@ -151,16 +156,22 @@ def checked_call(name: str, arguments: Any, tools: Tools) -> Call | None:
 
 
 class _Pairs:
-    """A format of names and values between marks. Texts are written bare, other values as JSON."""
+    """A format of calls in which names and values stand between marks. Texts are written bare, other values
+    as JSON.
+    """
 
-    def __init__(self, before: str, behind_name: str, behind: str, end: str) -> None:
-        """Patterns of what stands before a name, between it and its value, behind that, and behind all."""
-        self._head = re.compile(rf"\s*{before}([^<>\n]*){behind_name}")
-        self._behind = re.compile(rf"{behind}(?=\s*(?:{before}|{end}\Z))")
-        self._behind_json = re.compile(rf"\s*{behind}")
+    def __init__(self, before: str, separator: str, closing: str, end: str) -> None:
+        """The arguments are patterns: of the text before a name, between a name and its value, after a value,
+        and after all.
+        """
+        self._head = re.compile(rf"\s*{before}([^<>\n]*){separator}")
+        self._closing = re.compile(rf"{closing}(?=\s*(?:{before}|{end}\Z))")
+        self._closing_json = re.compile(rf"\s*{closing}")
 
     def read(self, text: str, at: int, tool: Tool) -> tuple[dict[str, Any], int, bool]:
-        """The arguments from `at` on, where they end, and whether the text ends inside a JSON one."""
+        """The arguments that begin at `at`, the position after them, and whether the text ends inside a JSON
+        argument.
+        """
         arguments: dict[str, Any] = {}
         while head := self._head.match(text, at):
             name = head[1].strip()
@@ -168,7 +179,7 @@ class _Pairs:
             if not is_text(schema):
                 end, value = self._json(text, head.end())
             if end is None:
-                end = self._behind.search(text, head.end())
+                end = self._closing.search(text, head.end())
                 if end is None:
                     return arguments, at, not is_text(schema) and ends_inside(text, head.end())
                 value = _typed(text[head.end() : end.start()], schema)
@@ -177,14 +188,15 @@ class _Pairs:
         return arguments, at, False
 
     def _json(self, text: str, at: int) -> tuple[re.Match[str] | None, Any]:
-        """The rest after the JSON at `at`, and its value; None if there is no JSON or something else
-        follows.
+        """The match of what follows the JSON value at `at`, and that value.
+
+        The match is None if there is no JSON there, or if something else follows it.
         """
         try:
             value, end = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return None, None
-        return self._behind_json.match(text, end), value
+        return self._closing_json.match(text, end), value
 
 
 _XML = _Pairs("<parameter=", r">\n?", r"\n?</parameter>", r"</function>|")
@@ -192,7 +204,9 @@ _GLM = _Pairs("<arg_key>", r"</arg_key>\s*<arg_value>", "</arg_value>", "")
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A bare argument's value: a text if the schema wants one, else what its JSON says."""
+    """The value of a bare argument: a text if the schema wants one, otherwise the JSON or Python word that it
+    spells.
+    """
     if is_text(schema):
         return text
     bare = text.strip()
@@ -205,8 +219,8 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _xml_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
-    """Calls as `<function=NAME>` with a `<parameter=NAME>` for each argument; and whether a JSON one is
-    incomplete.
+    """Calls written as `<function=NAME>` with a `<parameter=NAME>` for each argument, and whether a JSON one
+    is incomplete.
     """
     at, calls = 0, []
     text = text.rstrip()
@@ -233,7 +247,9 @@ def inside_xml(text: str, tools: Tools) -> bool:
 
 
 def _glm_read(text: str, tools: Tools) -> tuple[list[Call] | None, bool]:
-    """Calls as a name and pairs of `<arg_key>` and `<arg_value>`; and whether a JSON value is incomplete."""
+    """Calls written as a name and pairs of `<arg_key>` and `<arg_value>`, and whether a JSON value is
+    incomplete.
+    """
     text = text.rstrip()
     name = text.partition("<arg_key>")[0]
     if name.strip() not in tools:
@@ -252,7 +268,7 @@ def inside_glm(text: str, tools: Tools) -> bool:
 
 
 def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as a list of JSON objects, or, from later models, a name and arguments each."""
+    """Calls written as a list of JSON objects or, by later models, as names each followed by arguments."""
     if text.lstrip().startswith(("[{", "[ {", "{")):
         return json_calls(text, tools)
     calls = []
@@ -273,7 +289,7 @@ def mistral_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as a name and JSON, or the word `function`, a name and fenced JSON."""
+    """Calls written as a name and JSON, or as the word `function`, a name and JSON in a fence."""
     calls = []
     for part in text.split(DEEPSEEK_CALL):
         body = part.strip().removesuffix(DEEPSEEK_CALL_END).strip()
@@ -291,7 +307,7 @@ def deepseek_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as `call:NAME{key:value}`: JSON with bare keys and strings between marks."""
+    """Calls written as `call:NAME{key:value}`: JSON with bare keys, and strings between marks."""
     kind, _, rest = text.strip().partition(":")
     name, brace, body = rest.partition("{")
     parts = (brace + body).split(GEMMA_QUOTE)
@@ -305,7 +321,7 @@ def gemma_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def python_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls in Python's notation, with or without brackets."""
+    """Calls written in Python's notation, with or without brackets around them."""
     calls = []
     for name, values, named in read_python_calls(text) or ():
         tool = tools.get(name)
@@ -318,7 +334,7 @@ def python_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def json_or_python_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls in JSON or in Python's notation."""
+    """Calls written in JSON or in Python's notation."""
     return json_calls(text, tools) or python_calls(text, tools)
 
 
@@ -329,7 +345,7 @@ def inside_json_or_python(text: str, tools: Tools) -> bool:
 
 
 def kimi_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as `functions.NAME:NUMBER` and JSON."""
+    """Calls written as `functions.NAME:NUMBER` and JSON."""
     calls = []
     for part in text.split(KIMI_CALL):
         body = part.strip().removesuffix(KIMI_CALL_END).strip()
@@ -353,7 +369,7 @@ def write_hermes(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_list(mark: str, closes: str = "") -> Callable[[Sequence[WrittenCall]], str]:
-    """A writer of calls as one JSON list."""
+    """A function that writes calls as one JSON list."""
     return lambda calls: f"{mark}[{', '.join(as_json(*call) for call in calls)}]{closes}"
 
 
@@ -366,7 +382,7 @@ def write_kimi(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_command(calls: Sequence[WrittenCall]) -> str:
-    """Calls in Command's notation, numbered as it numbers them."""
+    """Calls in the notation of Command models, numbered as these number them."""
     listed = ", ".join(
         f'{{"tool_call_id": "{number}", "tool_name": {json_text(name)}, '
         f'"parameters": {arguments_text(arguments)}}}'
@@ -376,7 +392,9 @@ def write_command(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_xml(opens: str, closes: str) -> Callable[[Sequence[WrittenCall]], str]:
-    """A writer of calls with names and values between marks, each call between `opens` and `closes`."""
+    """A function that writes calls with names and values between marks, each call between `opens` and
+    `closes`.
+    """
 
     def written(value: Any) -> str:
         return value if isinstance(value, str) else json_text(value)
@@ -412,14 +430,15 @@ def write_mistral_args(calls: Sequence[WrittenCall]) -> str:
 
 
 def write_deepseek(
-    before: str, before_json: str, behind_json: str, between: str
+    before: str, before_json: str, after_json: str, between: str
 ) -> Callable[[Sequence[WrittenCall]], str]:
-    """A writer of calls with these texts before the name, around the arguments and between two calls."""
+    """A function that writes calls with these texts before the name, before and after the arguments, and
+    between calls.
+    """
 
     def written(calls: Sequence[WrittenCall]) -> str:
         each = (
-            f"{before}{name}{before_json}{arguments_text(arguments)}{behind_json}"
-            for name, arguments in calls
+            f"{before}{name}{before_json}{arguments_text(arguments)}{after_json}" for name, arguments in calls
         )
         inner = between.join(f"{DEEPSEEK_CALL}{text}{DEEPSEEK_CALL_END}" for text in each)
         return f"{DEEPSEEK_CALLS}{inner}{DEEPSEEK_END}"

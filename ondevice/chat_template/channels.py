@@ -1,10 +1,10 @@
 """Separates thinking and tool calls from the reply of models that write to channels.
 
 gpt-oss writes messages to channels (OpenAI's "harmony" format): `<|channel|>analysis<|message|>...<|end|>`,
-then `<|start|>assistant<|channel|>final<|message|>...`. What is on the channel `final` is the reply; a
-message whose header has `to=functions.NAME`, or `to=NAME`, is a call of a tool that is given, its text the
-arguments, and else part of the reply; the others are thinking, which a chat may show and its history leaves
-out, as the model's template does.
+then `<|start|>assistant<|channel|>final<|message|>...`. Text on the channel `final` is the reply. A message
+whose header has `to=functions.NAME`, or `to=NAME`, is a call of that tool with its text as arguments, or part
+of the reply if there is no such tool. All other messages are thinking, which a chat may show but leaves out
+of its history, as the model's template does.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_HEADER_CHARS = 1024
 class Channels:
     """The parser for models that write to channels.
 
-    A reply begins inside a message's header, behind `<|start|>assistant`; text that comes before any channel
-    is the reply, as of a model that knows no channels, unless it names whom a message is to.
+    A reply begins inside a message's header, after `<|start|>assistant`. Text before the first channel is
+    part of the reply, as in a model without channels, unless it names a recipient.
     """
 
     def __init__(self, tokens: Mapping[str, int], tools: Tools) -> None:
-        """tokens: ids of the special tokens, by name. tools: what may be called, by name."""
+        """tokens: ids of the special tokens, by name. tools: the tools that may be called, by name."""
         self._marks = {tokens[name]: name for name in (START, CHANNEL, MESSAGE, END, CALL) if name in tokens}
         self.openers = frozenset(tokens[name] for name in (START, CHANNEL))
         self._tools = tools
@@ -70,7 +70,9 @@ class Channels:
         return pieces
 
     def finish(self) -> list[ReplyPiece]:
-        """The remaining pieces. A call that can't be read is text of the reply."""
+        """The remaining pieces, at the end of the reply. A call that can't be read becomes text
+        of the reply.
+        """
         part, call, held = self._part, self._call, self._header
         self._call, self._scan = "", None
         if part == "start" and held:
@@ -103,7 +105,7 @@ class Channels:
         return [ReplyPiece("thinking" if self._part == "thinking" else "reply", text)] if text else []
 
     def _streamed(self) -> list[ReplyPiece]:
-        """The pieces of a call's arguments that are certain."""
+        """The pieces of a call's arguments that are certain so far."""
         pieces = []
         if self._scan is None and self._call.lstrip().startswith("{") and self._name in self._tools:
             self._scan = CallScan(self._name, self._call.index("{"))
@@ -112,7 +114,7 @@ class Channels:
         return [*pieces, ReplyPiece("reply", "", arguments=certain)] if certain else pieces
 
     def _begin(self) -> None:
-        """Begin a message's text, whose kind its header tells."""
+        """Begin a message's text. Its header says which kind of text it is."""
         recipient = _RECIPIENT.search(f"{self._channel} {self._header}")
         if recipient is not None and recipient[1] in self._tools:
             self._part, self._name, self._call = "call", recipient[1], ""
@@ -124,5 +126,7 @@ class Channels:
 
 
 def has_channels(template: str, tokens: Mapping[str, int]) -> bool:
-    """Whether a model writes to channels: its template names them and its tokenizer has their marks."""
+    """Whether a model writes to channels: its template names them, and its tokenizer has their marks as
+    tokens.
+    """
     return CHANNEL in template and all(name in tokens for name in (START, CHANNEL, MESSAGE, END))

@@ -15,7 +15,7 @@ _MONTHS = (
 
 
 def written_by(day: date) -> Callable[[str], str]:
-    """A `strftime_now` for a day: Python's directives without time zones, in English whatever the locale."""
+    """A function `strftime_now` for a fixed day: Python's directives except time zones, always in English."""
     month, weekday = _MONTHS[day.month - 1], _WEEKDAYS[day.weekday()]
     since_first = day.timetuple().tm_yday
     parts = {

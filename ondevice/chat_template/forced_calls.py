@@ -33,8 +33,8 @@ from ondevice.records import dataclass
 class _Form:
     """How calls are written: texts around all calls, between two, and around one.
 
-    `opens` has the tool's name in the place of NAME, and a number in that of NUMBER. arguments: as JSON,
-    between marks, or in Gemma's notation.
+    opens: has NAME in the place of the tool's name, and NUMBER in that of a number. arguments: how they are
+    written: as JSON, between marks, or in Gemma's notation.
     """
 
     before: str
@@ -94,7 +94,7 @@ def forced_call(
 ) -> Constraint:
     """The constraint for a reply that calls one of the tools, or, if `parallel`, one or more.
 
-    special: ids of the special tokens, by name. Raises ConstraintError for a schema that is none or has a
+    special: ids of the special tokens, by name. Raises ConstraintError for an invalid schema, and for a
     keyword that can't be enforced.
     """
     rules = Rules(special)
@@ -107,8 +107,7 @@ def call_or_json(
 ) -> Constraint:
     """The constraint for a reply that either calls tools or is JSON that a schema describes.
 
-    Raises ConstraintError for calls that are told from JSON by nothing, and for another constraint than a
-    schema.
+    Raises ConstraintError if nothing tells calls from JSON, and if `answer` isn't a schema.
     """
     if format.bare or answer.kind != "json_schema":
         raise ConstraintError(
@@ -123,9 +122,9 @@ def call_or_json(
 
 
 def forced_channel(tools: Sequence[Tool], special: Mapping[str, int]) -> Constraint:
-    """The constraint for gpt-oss's complete text that calls one of the tools, possibly after thinking.
+    """The constraint for a complete text of gpt-oss that calls one of the tools, possibly after thinking.
 
-    Its end is that of the arguments: `<|call|>` ends a reply. Raises as `forced_call` does.
+    The text ends with the arguments, because `<|call|>` ends a reply. Raises as `forced_call` does.
     """
     rules = Rules(special)
     kind = f" {CONSTRAIN}json" if CONSTRAIN in special else " json"
@@ -149,12 +148,12 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
     form = _FORMS[format.name]
     each = []
     for tool in tools:
-        before, number, behind = form.opens.partition("NUMBER")
+        before, number, after = form.opens.partition("NUMBER")
         opens = " ".join(
             (
                 rules.literal(before.replace("NAME", tool.name)),
                 rules.name("/[0-9][0-9]?/", "TEXT") if number else "",
-                rules.literal(behind.replace("NAME", tool.name)),
+                rules.literal(after.replace("NAME", tool.name)),
             )
         )
         closes = rules.literal(form.closes)
@@ -173,14 +172,16 @@ def _calls(rules: Rules, format: CallFormat, tools: Sequence[Tool], parallel: bo
 
 
 def _most_digits(format: CallFormat, tools: Sequence[Tool]) -> int:
-    """Most digits of numbers in calls; 0, for no bound, where texts stand bare among the arguments."""
+    """The most digits that a number in a call may have; 0, for no limit, if texts stand bare among the
+    arguments.
+    """
     if _FORMS[format.name].arguments != "json":
         return 0
     return max((most_digits(dict(tool.parameters)) for tool in tools), default=0)
 
 
 def _arguments(tool: Tool) -> Constraint:
-    """The schema of a tool's arguments, an object if it names no type."""
+    """The constraint for a tool's arguments: their schema, with type object if it names no type."""
     schema = dict(tool.parameters)
     says = "type" in schema or "$ref" in schema
     return Constraint.json_schema(schema if says else {"type": "object"} | schema)

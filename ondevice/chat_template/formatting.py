@@ -19,10 +19,10 @@ _KINDS = "sdifFeEgGxXoc"
 
 
 def filled_in(form: str, values: Sequence[Any], named: Mapping[str, Any], meter: TemplateMeter) -> str:
-    """`form.format(*values, **named)`.
+    """`form.format(*values, **named)`, with its output charged to the meter.
 
-    Raises TemplateLimit for fields with attributes, items or conversions and for wide ones, ValueError,
-    LookupError and TypeError as `str.format` does.
+    Raises TemplateLimit for wide fields, and for fields with attributes, items or conversions. Raises
+    ValueError, LookupError and TypeError as `str.format` does.
     """
     parts: list[str] = []
     number = 0
@@ -52,7 +52,7 @@ def _with_spec(value: Any, spec: str, meter: TemplateMeter) -> str:
 
 
 def percent_filled_in(form: str, values: Any, meter: TemplateMeter) -> str:
-    """`form % values`.
+    """`form % values`, with its output charged to the meter.
 
     Raises TemplateLimit for wide fields, and ValueError, LookupError and TypeError as `%` does.
     """
@@ -94,12 +94,14 @@ def _with_kind(value: Any, kind: str, spec: str, meter: TemplateMeter) -> str:
 
 
 def _charged(part: str, meter: TemplateMeter) -> str:
-    """The part itself, charged as it is made: a short form may have many wide fields."""
+    """The part itself, after charging its length. Parts are charged singly, since a short form may have many
+    wide fields.
+    """
     meter.charge(len(part), "text")
     return part
 
 
 def _made_of(form: str, parts: Sequence[str]) -> str:
-    """The parts joined, all marked as given if the form was."""
+    """The parts joined to one text. All of it is marked as given if any part of the form is."""
     text = concatenated(parts)
     return made_of(text, form) if isinstance(form, GivenText) and form.spans else text

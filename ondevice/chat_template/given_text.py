@@ -1,7 +1,7 @@
 """Texts that track which of their parts come from messages and tools while a template works on them.
 
-A template may cut, strip, join and compare what it is given as it likes, and sees nothing but the text. In
-the prompt that it makes, a special token's name is that token only where no part of it was given.
+A template may cut, strip, join and compare texts as it likes, and notices nothing. In the prompt that it
+makes, the name of a special token becomes that token only if no part of the name was given from outside.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ Span = tuple[int, int]
 
 
 class GivenText(str):
-    """A text of which the parts `spans` were given. They are in order, not empty and don't overlap.
+    """A text that knows which parts of it were given, `spans`. These are in order, not empty, and don't
+    overlap.
 
-    Every method that makes text keeps track of them. Where that isn't possible, the whole result is given.
+    Every method that returns text keeps track of them. If that isn't possible, all of the result counts as
+    given.
     """
 
     __slots__ = ("spans",)
@@ -114,7 +116,8 @@ class GivenText(str):
     def _pieces(self, texts: Iterable[str], between: str | None) -> list[str]:
         """Consecutive parts of this text, with their spans.
 
-        between: what stands between two parts; None: white space, with which no part but a line begins.
+        texts: the parts as plain strings. between: the text between two parts, or None for white space, with
+        which only lines begin.
         """
         parts: list[str] = []
         at = 0
@@ -126,14 +129,14 @@ class GivenText(str):
 
 
 def given(text: str) -> GivenText:
-    """The text, all of it marked as given; a GivenText stays as it is."""
+    """The text, with all of it marked as given. A GivenText is returned as it is."""
     return text if isinstance(text, GivenText) else GivenText(text, ((0, len(text)),) if text else ())
 
 
 def given_alike(text: str, source: str) -> str:
-    """`text`, made from `source` letter by letter, marked as given where `source` is.
+    """`text`, which was made from `source` letter by letter, marked as given in the same places.
 
-    Where it has another length, it is given wholly.
+    If its length differs, all of it is marked as given if any part of `source` is.
     """
     if isinstance(source, GivenText) and len(text) == len(source):
         return GivenText(text, source.spans)
@@ -141,7 +144,9 @@ def given_alike(text: str, source: str) -> str:
 
 
 def made_of(text: str, source: str) -> str:
-    """`text`, made from `source` in any way, marked as given throughout if any part of `source` is."""
+    """`text`, which was made from `source` in any way. All of it is marked as given if any part of `source`
+    is.
+    """
     if not isinstance(source, GivenText):
         return text
     return given(plain(text)) if source.spans else GivenText(text, ())
@@ -165,12 +170,12 @@ def joined(separator: str, parts: Iterable[str]) -> str:
 
 
 def concatenated(parts: Iterable[str]) -> str:
-    """The parts concatenated: jinja2 makes a template's output with it."""
+    """The parts concatenated. jinja2 calls this to make a template's output."""
     return joined("", parts)
 
 
 def replaced(text: str, old: str, new: str, count: int = -1) -> str:
-    """`str.replace`. count: most places; below 0: all."""
+    """`str.replace` that keeps spans. count: the most places to replace; all of them if negative."""
     if not any(isinstance(each, GivenText) for each in (text, new)):
         return str.replace(text, old, new, count)
     if not old:
@@ -179,7 +184,7 @@ def replaced(text: str, old: str, new: str, count: int = -1) -> str:
 
 
 def changed_parts(text: str, change: Callable[[str], str]) -> str:
-    """The text with its given parts changed to others of the same length."""
+    """The text with each given part replaced by what `change` returns for it, a text of the same length."""
     if not isinstance(text, GivenText):
         return text
     parts, at = [], 0
@@ -190,8 +195,8 @@ def changed_parts(text: str, change: Callable[[str], str]) -> str:
 
 
 def marked(value: Any, mark: str) -> Any:
-    """JSON data with `mark`, a character that it doesn't contain, around every string; `unmarked` removes
-    it.
+    """JSON data with `mark` around every string, a character that the data doesn't contain. `unmarked`
+    removes it.
     """
     if isinstance(value, str):
         return f"{mark}{value}{mark}"
@@ -201,7 +206,7 @@ def marked(value: Any, mark: str) -> Any:
 
 
 def unmarked(text: str, mark: str) -> GivenText:
-    """A text without the marks, given between every two of them."""
+    """A text without the marks, in which everything between two of them is marked as given."""
     pieces = text.split(mark)
     text_of_all = joined("", (given(piece) if number % 2 else piece for number, piece in enumerate(pieces)))
     return text_of_all if isinstance(text_of_all, GivenText) else GivenText(text_of_all, ())
@@ -213,7 +218,7 @@ def plain(text: str) -> str:
 
 
 def template_tokens(text: str, names: re.Pattern[str]) -> list[re.Match[str]]:
-    """The special tokens of a prompt: token names of which no part was given."""
+    """The special tokens in a prompt: matches of token names of which no part was given."""
     return list(names.finditer(changed_parts(text, lambda part: _BLANK * len(part))))
 
 

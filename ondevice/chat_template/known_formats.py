@@ -37,7 +37,7 @@ _DEEPSEEK_NAME = (
 )
 _DEEPSEEK_HEAD = rf"{_GAP}(?:{forms.DEEPSEEK_CALL}{_GAP})?(?:{_DEEPSEEK_NAME}){_GAP}(?=\{{)"
 _IN_JSON = Streaming(re.compile(_JSON_HEAD), re.compile(_JSON_TAIL))
-_BEHIND_NAMES = Streaming(re.compile(f"{_JSON_HEAD}|{_ARGS_HEAD}"), re.compile(f"(?:{_JSON_TAIL})?"))
+_AFTER_NAMES = Streaming(re.compile(f"{_JSON_HEAD}|{_ARGS_HEAD}"), re.compile(f"(?:{_JSON_TAIL})?"))
 _DEEPSEEK = CallFormat(
     "deepseek",
     (forms.DEEPSEEK_CALLS, forms.DEEPSEEK_SEPARATOR),
@@ -63,7 +63,9 @@ _LFM2 = CallFormat(
 
 
 def _in_xml(name: str, opens: str, closes: str, *marks: str) -> CallFormat:
-    """The format of calls with names and values between marks. marks: of its templates, beside `opens`."""
+    """The format of calls with names and values between marks. marks: strings in its templates, in addition
+    to `opens`.
+    """
     write = forms.write_xml(opens, closes)
     return CallFormat(
         name, (opens, *marks), (opens,), closes, forms.xml_calls, write, inside=forms.inside_xml
@@ -71,7 +73,7 @@ def _in_xml(name: str, opens: str, closes: str, *marks: str) -> CallFormat:
 
 
 def _json_list(name: str, opens: str, closes: str | None = None) -> CallFormat:
-    """The format of calls as one list in JSON, known by the mark that opens it."""
+    """The format of calls that are written as one JSON list, recognised by the mark that opens it."""
     write = forms.write_list(opens, closes or "")
     return CallFormat(name, (opens,), (opens,), closes, json_calls, write, streaming=_IN_JSON)
 
@@ -97,9 +99,9 @@ FORMATS = (
         forms.mistral_calls,
         forms.write_mistral_args,
         inner=("[ARGS]", "[CALL_ID]"),
-        streaming=_BEHIND_NAMES,
+        streaming=_AFTER_NAMES,
     ),
-    replace(_json_list("mistral", "[TOOL_CALLS]"), read=forms.mistral_calls, streaming=_BEHIND_NAMES),
+    replace(_json_list("mistral", "[TOOL_CALLS]"), read=forms.mistral_calls, streaming=_AFTER_NAMES),
     replace(
         _DEEPSEEK,
         name="deepseek-fenced",
@@ -204,7 +206,7 @@ def _begins_name(name: str, is_complete: bool, tools: Tools) -> bool:
 
 
 def _could_be_json(text: str, tools: Tools) -> bool:
-    """Whether JSON that begins with this text can be a call of one of the tools."""
+    """Whether JSON that begins with this text can still become a call of one of the tools."""
     if _OTHER_KEY_HEAD.match(text):
         # Behind a call's arguments, whose last brace hasn't come yet.
         return len(text) < _LOOKED_AT
@@ -217,7 +219,7 @@ def _could_be_json(text: str, tools: Tools) -> bool:
 
 
 def _could_be_python(text: str, tools: Tools) -> bool:
-    """Whether a text that begins with this one can be calls in Python's notation."""
+    """Whether a text that begins with this one can still become calls in Python's notation."""
     bare = text[:_LOOKED_AT].strip()
     name, is_complete = _PYTHON_HEAD.match(bare).groups() if bare else ("", None)  # type: ignore[union-attr]
     if is_complete:
@@ -226,7 +228,7 @@ def _could_be_python(text: str, tools: Tools) -> bool:
 
 
 def _fenced(text: str) -> str:
-    """The content of a fence, without the name of a language."""
+    """The content of a code fence, without the name of its language."""
     return text.removeprefix(next(it for it in _LANGUAGES if text.startswith(it)))
 
 
@@ -253,7 +255,9 @@ def _listed_calls(text: str, tools: Tools) -> list[Call] | None:
 
 
 def _function_calls(text: str, tools: Tools) -> list[Call] | None:
-    """Calls as `NAME>` and arguments, in JSON or between marks."""
+    """Calls written as a name, `>` and arguments, which are JSON or stand between marks. None if it isn't
+    one.
+    """
     name, _, arguments = text.partition(">")
     call = checked_call(name.strip(), arguments.strip(), tools) if arguments.strip()[:1] == "{" else None
     return forms.xml_calls(f"<function={text}</function>", tools) if call is None else [call]

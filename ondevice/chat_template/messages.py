@@ -30,7 +30,7 @@ _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
 def all_checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with the fields that templates read. Raises UsageError for malformed ones.
 
-    A tool's result gets the name of the tool that was called, as some templates ask for it.
+    The message with a tool's result also gets the tool's name, which some templates read.
     """
     if isinstance(messages, str) or not isinstance(messages, Iterable):
         raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
@@ -84,26 +84,28 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [shortened(message) for message in messages]
 
 
-def changed_strings(value: Any, change: Callable[[str], str], own_keys: int = 0) -> Any:
-    """A copy of JSON data with every string changed, those of keys too.
+def changed_strings(value: Any, change: Callable[[str], str], fixed_levels: int = 0) -> Any:
+    """A copy of JSON data with every string changed, including keys.
 
-    own_keys: outermost levels of objects whose keys stay.
+    fixed_levels: number of outermost levels of objects whose keys stay as they are.
     """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        inner = max(0, own_keys - 1)
+        inner = max(0, fixed_levels - 1)
         return {
-            key if own_keys else change(key): changed_strings(item, change, inner)
+            key if fixed_levels else change(key): changed_strings(item, change, inner)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [changed_strings(item, change, own_keys) for item in value]
+        return [changed_strings(item, change, fixed_levels) for item in value]
     return value
 
 
 def changed_messages(messages: Sequence[Message], change: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Copies of checked messages, all strings changed but the keys and roles by which templates read them."""
+    """Copies of checked messages with every string changed, except the keys and roles that templates look
+    for.
+    """
     roles = [{"role": it["role"]} if it["role"] in _ROLES else {} for it in messages]
     return [
         changed_strings(it, change, _MESSAGE_KEYS) | role for it, role in zip(messages, roles, strict=True)
@@ -111,7 +113,7 @@ def changed_messages(messages: Sequence[Message], change: Callable[[str], str]) 
 
 
 def changed_tools(tools: Sequence[Mapping[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Copies of tools, all strings changed but the keys by which templates read them."""
+    """Copies of tools with every string changed, except the keys that templates look for."""
     return [changed_strings(it, change, _TOOL_KEYS) for it in tools]
 
 
@@ -126,7 +128,7 @@ def size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int
 
 
 def _absent_character(value: Any) -> str:
-    """A character that isn't in JSON data. Raises UsageError if there is none."""
+    """A character that doesn't occur in JSON data. Raises UsageError if there is none."""
     used = set(json_text(value))
     marker = next((character for character in _MARKERS if character not in used), None)
     if marker is None:
@@ -142,12 +144,13 @@ last, all in the content."""
 def as_form(
     message: dict[str, Any], form: str, format: CallFormat, takes_text: bool = False
 ) -> dict[str, Any]:
-    """A message whose calls, and the thinking before them, have the form that a template takes.
+    """A copy of a message with its calls, and the thinking before them, in the form that a template takes.
 
-    Thinking has two names. Behind a text it is left out: gpt-oss's template refuses both.
+    Thinking is stored under two names. In a message that also has a text it is left out, because gpt-oss's
+    template refuses both.
 
-    takes_text: whether arguments that aren't an object may stay the string that they are. Otherwise all
-        calls of the message are written: no template would get an argument that nobody gave.
+    takes_text: whether arguments that aren't an object may stay a string. Otherwise all calls of the message
+    are written as text, because turning the string into an object would invent an argument.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -170,7 +173,7 @@ def as_form(
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as JSON, or as the string that they are."""
+    """A copy of a call with its arguments as text: JSON, or the string that they already are."""
     function = call["function"]
     return call | {"function": function | {"arguments": arguments_text(function["arguments"])}}
 
@@ -178,7 +181,9 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], way: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables for a template that takes tools in this way."""
+    """The messages and variables for a template that takes tools by `way`: the name of a variable, or
+    `system`.
+    """
     if way != "system":
         return messages, {way: tools}
     head = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}

@@ -20,15 +20,17 @@ _DATA = (str, bool, int, float, type(None), jinja2.Undefined)
 
 
 class TemplateLimit(jinja2.TemplateError):
-    """A template exceeded the meter's limits, or used an operation that isn't allowed."""
+    """Raised when a template exceeds the meter's limits or uses an operation that isn't allowed."""
 
 
 class MessagesRefused(jinja2.TemplateError):
-    """The template itself called `raise_exception`: it doesn't accept these messages."""
+    """Raised when the template itself calls `raise_exception`, because it doesn't accept the messages."""
 
 
 class TemplateMeter:
-    """Counts the units of work and the seconds left, and the unfolded sizes of containers made so far."""
+    """Counts down the units of work and the seconds that are left, and knows the sizes of containers made so
+    far.
+    """
 
     def __init__(self, units: int, seconds: float) -> None:
         self._units = self._left = units
@@ -45,10 +47,10 @@ class TemplateMeter:
             raise TemplateLimit(f"it runs for more than {self._seconds:g} seconds")
 
     def elements(self, value: object) -> int:
-        """Number of elements in a container, nested ones included; shared parts count each time they occur.
+        """Number of elements in a container, including nested ones; shared parts count each time they occur.
 
-        Sizes are cached by identity, so a container of containers costs only its own length. The number is
-        bounded, as the time to compare or print a value is proportional to it.
+        Sizes are cached by identity, so a container of containers costs only its length. The number is
+        bounded, because the time to compare or print a value is proportional to it.
         """
         if not isinstance(value, list | tuple | dict):
             return 1
@@ -65,7 +67,9 @@ class TemplateMeter:
         return size
 
     def text(self, value: object) -> str:
-        """`value` as printed. Raises TemplateLimit unless it is data, whose printed length can be bounded."""
+        """`value` as printed. Raises TemplateLimit if it isn't plain data, because then its printed length is
+        unknown.
+        """
         if isinstance(value, list | tuple | dict):
             has_given = self._charge_printed(value)
             return given(str(value)) if has_given else str(value)
@@ -98,9 +102,11 @@ class TemplateMeter:
     def _charge_printed(
         self, value: object, printed: Callable[[object], str] = repr, between: int = 4, indent: int = 0
     ) -> bool:
-        """Charge the text that printing `value` makes, before it is made. True if any of it was given.
+        """Charge the text that printing `value` makes, before it is made. Returns True if any part of it was
+        given.
 
-        printed: prints a leaf. between: characters around each value. indent: characters more per level.
+        printed: prints a value without elements. between: characters around each value. indent: additional
+        characters per level.
         """
         self.elements(value)
         has_given, pending = False, [(value, 0)]

@@ -1,4 +1,4 @@
-"""Follows JSON while it is written: where a value ends, and whether its beginning can become one."""
+"""Follows JSON while it is written: finds where a value ends, and whether the text so far can become one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class JsonScan:
-    """One value, as RFC 8259 has it, at most MAX_DEPTH deep. `ended` and `broken` say how it went."""
+    """A JSON value (RFC 8259) that is being read, at most MAX_DEPTH deep.
+
+    ended: whether it is complete. broken: whether the text can't be JSON.
+    """
 
     def __init__(self) -> None:
         self.ended = False
@@ -33,10 +36,11 @@ class JsonScan:
         """Whether the bracket opened last may be closed now."""
 
     def take(self, text: str, at: int) -> int:
-        """Follow `text` from `at`, where the last call ended. Returns the position up to which it is certain.
+        """Follow `text` from `at`, where the last call ended. Returns the position up to which it has been
+        read.
 
-        What is behind that must come again, with more behind it, unless the value has ended there or is
-        broken.
+        Text after that position is still open: pass it again with more text after it, unless the value has
+        ended there or is broken.
         """
         while at < len(text) and not self.ended:
             end = self._string(text, at) if self._quoted else self._token(text, at)
@@ -46,8 +50,8 @@ class JsonScan:
         return at
 
     def _token(self, text: str, at: int) -> int:
-        """The end of the spaces, sign or scalar at `at`; `at` itself if it is incomplete or breaks the
-        value.
+        """The end of the spaces, sign or scalar at `at`. Returns `at` itself if it is incomplete or breaks
+        the value.
         """
         spaces = _SPACES.match(text, at)
         if spaces is not None and spaces.end() > at:
@@ -110,13 +114,13 @@ class JsonScan:
         return at + len(word)
 
     def _complete(self) -> None:
-        """Note that a value is complete."""
+        """Record that a value inside the text is complete."""
         self._wants = "comma"
         self.ended = not self._open
 
 
 def ends_inside(text: str, at: int = 0) -> bool:
-    """Whether a text ends before its JSON value at `at` does."""
+    """Whether a text ends before the JSON value that begins at `at` does."""
     scan = JsonScan()
     scan.take(text, at)
     return not scan.ended and not scan.broken

@@ -1,8 +1,8 @@
-"""Rearranges messages that a template refuses or drops: instructions between others, several in a row of one
+"""Rearranges messages that a template refuses or drops: instructions among others, several in a row of one
 role.
 
-Agents send both. Many templates take instructions as the first message alone, some none at all, and some only
-users and replies by turns.
+Agents send both. Many templates take instructions only as the first message, some take none, and some accept
+only user messages and replies that alternate.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _GAP = "\n\n"
 
 
 def is_usual(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether roles come in an order that every template accepts: instructions first, and no role but results
-    twice in a row.
+    """Whether the messages' roles have an order that every template accepts.
+
+    Instructions come first, and no role except tool results comes twice in a row.
     """
     roles = [message["role"] for message in messages]
     later = any(role in INSTRUCTIONS for role in roles[1:])
@@ -29,11 +30,11 @@ def is_usual(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def placements(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages unchanged, then rearranged into ever fewer roles and messages, each version different.
+    """Yields the messages unchanged, then rearranged with ever fewer roles and messages, each version once.
 
-    Instructions that follow others become a user's message where they stand; then messages of one role in a
-    row are one; at last the first instructions begin the first user's message. No text is lost, and all keep
-    their order.
+    First, instructions that follow other messages become user messages in the same place. Then consecutive
+    messages of one role are joined. At last, the first instructions are put at the beginning of the first
+    user message. No text is lost, and the order never changes.
     """
     yield messages
     head, rest = _head(messages)
@@ -58,7 +59,9 @@ def joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages with short numbered texts, and the texts of users and instructions in order."""
+    """The messages with short numbered texts in place of theirs, and these texts of users and instructions in
+    order.
+    """
     texts = [f"probe{at}x" if _is_question(message) else "y" for at, message in enumerate(messages)]
     short = [
         message | ({} if message["content"] is None else {"content": text})
@@ -68,7 +71,7 @@ def numbered(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def _head(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The instructions at the beginning, as one message, and the other messages."""
+    """The instructions at the beginning joined to one message, if any, and the other messages."""
     count = next(
         (at for at, message in enumerate(messages) if message["role"] not in INSTRUCTIONS), len(messages)
     )
@@ -87,7 +90,7 @@ def _is_question(message: Mapping[str, Any]) -> bool:
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two messages of one role as one."""
+    """Two messages of one role joined to one."""
     texts = [text for text in (first["content"], second["content"]) if text]
     calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
     content = {"content": _text(texts) if texts or not calls else first["content"]}
@@ -95,5 +98,5 @@ def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(texts: Sequence[str]) -> str:
-    """The texts joined, with all but the gaps marked as given."""
+    """The texts joined by gaps, with everything except the gaps marked as given."""
     return given_text.joined(_GAP, [given_text.given(text) for text in texts if text])

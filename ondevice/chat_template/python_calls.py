@@ -27,7 +27,7 @@ PythonCall = tuple[str, list[Any], dict[str, Any]]
 
 
 class UnfinishedError(ValueError):
-    """The text ends before the calls do."""
+    """Raised if the text ends before the calls do."""
 
 
 class _CallReader:
@@ -146,7 +146,7 @@ class _CallReader:
 
 
 def read_python_calls(text: str) -> list[PythonCall] | None:
-    """The calls that make up a text; None if it is anything else."""
+    """The calls that a text consists of; None if it is anything else."""
     try:
         return _CallReader(text).calls()
     except (ValueError, SyntaxError, RecursionError):
@@ -154,7 +154,7 @@ def read_python_calls(text: str) -> list[PythonCall] | None:
 
 
 def ends_inside_calls(text: str) -> bool:
-    """Whether a text ends inside the calls that it begins with."""
+    """Whether a text begins with calls and ends before they do."""
     try:
         _CallReader(text).calls()
     except UnfinishedError:
@@ -167,7 +167,7 @@ def ends_inside_calls(text: str) -> bool:
 def by_name(values: Sequence[Any], named: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
     """Arguments by name; None if there are more positional ones than names.
 
-    names: of a function's arguments, in order.
+    names: the names of a function's arguments, in order.
     """
     if len(values) > len(names):
         return None

@@ -1,9 +1,10 @@
 """Separates thinking, tool calls and the reply in a model's output, piece by piece.
 
-Marks such as `<think>` or `<tool_call>` are found across borders of tokens, and no part of one is ever shown.
-What is held back for that is bounded: beginnings of marks, some spaces, and one call. A call is told when its
-arguments are complete and can be read, and arguments that are JSON also while they are written. What can't be
-read as a call of a given tool is text, as the model wrote it, also where a part of it has been told.
+Marks such as `<think>` or `<tool_call>` may span several tokens, and no part of one is ever shown. The text
+that is held back for this is bounded: beginnings of marks, some spaces, and one call. A call is reported when
+its arguments are complete and can be read; arguments in JSON are also reported while they are written. Text
+that can't be read as a call of a given tool stays text, exactly as the model wrote it, even if a part of it
+has already been reported as a call.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _LINE_OPENER_BEGUN = re.compile(r"(?:\A|(?<=\n))[ \t]*(`{1,2}|\[\s{0,8})\Z")
 class ReplyPiece:
     """A part of a reply: text of the reply or of thinking, a call, or a part of a call being written.
 
-    begins: the name of a tool whose arguments begin. arguments: what comes next of their JSON; together, up
-    to the piece with the call, they are its arguments as the model wrote them.
+    begins: the name of a tool whose arguments begin here. arguments: the next part of their JSON. All parts
+    up to the piece with the call make up its arguments as the model wrote them.
     """
 
     kind: Literal["reply", "thinking"]
@@ -55,10 +56,10 @@ class ReplyPiece:
 
 
 class CallScan:
-    """Follows the arguments of one tool call, a JSON object."""
+    """Follows the arguments of one tool call, which are a JSON object."""
 
     def __init__(self, name: str, at: int) -> None:
-        """at: where the arguments begin in the text that is taken."""
+        """name: the tool's name. at: the position where the arguments begin in the text passed to `take`."""
         self.name, self.start, self.at = name, at, at
         self._json = JsonScan()
 
@@ -71,26 +72,30 @@ class CallScan:
         return self._json.broken
 
     def take(self, text: str) -> str:
-        """The arguments' text that has become certain. `text`: everything written so far."""
+        """The further text of the arguments that is certain now. text: everything written so far."""
         before, self.at = self.at, self._json.take(text, self.at)
         return text[before : self.at]
 
 
 class ReplyParser(Protocol):
-    """Follows one reply."""
+    """Follows one reply, token by token, and divides it into pieces."""
 
     @property
     def kind(self) -> Kind:
-        """What the next token belongs to, as far as is known."""
+        """The kind of text that the next token belongs to, as far as that is known."""
         ...
 
     @property
     def openers(self) -> frozenset[int]:
-        """Ids of tokens that may come instead of the reply and begin something else, such as thinking."""
+        """Ids of tokens that may come in place of the reply's first token and begin something else, such as
+        thinking.
+        """
         ...
 
     def take(self, token: int | None, text: str) -> list[ReplyPiece]:
-        """The pieces that have become certain. `text` ends before `token`, which is consumed."""
+        """The pieces that are certain now. text: the reply's text up to the one before `token`, which is
+        taken too.
+        """
         ...
 
     def finish(self) -> list[ReplyPiece]:
@@ -99,7 +104,7 @@ class ReplyParser(Protocol):
 
 
 class PlainReply:
-    """The parser where neither thinking nor calls can occur: everything is the reply."""
+    """The parser for models without thinking and calls: everything is the reply."""
 
     kind: Kind = "reply"
     openers: frozenset[int] = frozenset()
@@ -114,10 +119,9 @@ class PlainReply:
 class MarkedReply:
     """The parser for models that mark thinking and calls in their text.
 
-    Thinking stands before all of the reply. Spaces around it, and between a text and calls, are dropped;
-    between two texts with calls between them a break stays.
-    Calls are read in the format of the model's template and, unless they come alone, in others that models
-    write whatever their templates say.
+    Thinking comes before the reply. Spaces around it, and between a text and calls, are dropped; two texts
+    with calls between them keep a line break. Calls are read in the format of the model's template. Unless
+    `calls_alone`, they are also read in other formats that models use even if their template has another one.
     """
 
     def __init__(
@@ -200,7 +204,7 @@ class MarkedReply:
                 going = yield from self._call(final)
 
     def _start(self, final: bool) -> bool:
-        """Whether the reply's first mark is there, or can no longer come."""
+        """Whether the reply's first mark has been read, or can't come any more."""
         assert self._marks is not None
         begin = self._marks[0]
         bare = self._held[:MAX_HELD_SPACES].lstrip()
@@ -244,7 +248,8 @@ class MarkedReply:
         return bool(form or mark)
 
     def _to_call(self, final: bool) -> tuple[str, CallFormat | None, str]:
-        """The text that is certain before the first call, and the call's format and mark if one begins.
+        """The text that is certain before the first call, and the call's format and opening mark if one
+        begins.
 
         Spaces before a mark belong to it. A mark without a format ends a fence, and is part of the text.
         """
@@ -272,7 +277,7 @@ class MarkedReply:
         return text, None, ""
 
     def _line_kept(self) -> int:
-        """Number of held characters at the end with which a call without a mark may begin."""
+        """Number of held characters, at the end, that may be the beginning of a call without a mark."""
         match = _LINE_OPENER_BEGUN.search(self._held) if self._line_forms else None
         return len(match[1]) if match is not None and (match.start() or self._at_line) else 0
 
@@ -291,7 +296,9 @@ class MarkedReply:
         self._searched = self._retries = 0
 
     def _call(self, final: bool) -> Generator[ReplyPiece, None, bool]:
-        """The calls after a mark, those reported while they are written first."""
+        """Yields the calls after an opening mark; first those whose arguments are reported while they are
+        written.
+        """
         assert self._form is not None
         form = self._form
         if (yield from self._stream(final)):
@@ -326,11 +333,11 @@ class MarkedReply:
             self._searched = at + 1
             self._retries += 1
             return True
-        behind = end + (len(mark) if mark == closes else 0)
+        call_end = end + (len(mark) if mark == closes else 0)
         if calls is None:
-            yield from self._give_up(behind)
+            yield from self._give_up(call_end)
             return True
-        self._held = held[behind:]
+        self._held = held[call_end:]
         self._state, self._part_begun, self._drop_spaces = "text", True, True
         self._add_break(_spaces(self._opened))
         for call in calls:
@@ -339,8 +346,8 @@ class MarkedReply:
         return True
 
     def _stream(self, final: bool) -> Generator[ReplyPiece, None, bool]:
-        """Report calls with JSON arguments while they are written. Returns True if one broke off, and is
-        text.
+        """Yields pieces of calls with JSON arguments while they are written. Returns True if a call broke off
+        and is text.
         """
         while True:
             if self._scan is None:
@@ -367,7 +374,7 @@ class MarkedReply:
                 return False
 
     def _begun(self) -> CallScan | None:
-        """The call whose arguments begin next, if they can be reported while they are written."""
+        """The call whose arguments begin next, or None if they can't be reported while they are written."""
         assert self._form is not None
         streaming = self._form.streaming
         head = None if streaming is None else streaming.head.match(self._held, self._end_of_reported())
@@ -375,7 +382,9 @@ class MarkedReply:
         return CallScan(name, head.end()) if head is not None and name in self._tools else None
 
     def _end_of_reported(self) -> int:
-        """The end of what belongs to the call reported last."""
+        """The position in the held text after everything that belongs to the call reported last; 0 without
+        one.
+        """
         assert self._form is not None
         if not self._reported_call or self._form.streaming is None:
             return 0
@@ -383,12 +392,12 @@ class MarkedReply:
         return 0 if tail is None else tail.end()
 
     def _report(self, piece: ReplyPiece) -> Iterator[ReplyPiece]:
-        """Report a part of a call, unless there are too many calls."""
+        """Yields a part of a call, unless there have been too many calls."""
         if self._called < MAX_CALLS:
             yield piece
 
     def _reply(self, text: str) -> Iterator[ReplyPiece]:
-        """Report text of the reply, after the break that earlier calls left."""
+        """Yields text of the reply, after the line break that calls before it left."""
         if not text:
             return
         self._part_begun, self._at_line = True, _ends_line(text, self._at_line)
@@ -398,14 +407,15 @@ class MarkedReply:
         yield ReplyPiece("reply", text)
 
     def _add_break(self, spaces: str) -> None:
-        """Remember the spaces dropped after a text, as lines, at most one of them empty."""
+        """Remember the spaces that are dropped after a text, as a break of at most two line feeds."""
         if self._replied and spaces:
             self._break = "\n" * min(2, (self._break + spaces).count("\n")) or " "
 
     def _give_up(self, length: int) -> Iterator[ReplyPiece]:
-        """Turn a supposed call back into text; of one without a mark, only its opening.
+        """Turn a supposed call back into text. If calls of its format have no mark, only its opening becomes
+        text.
 
-        length: of what is held.
+        length: number of held characters that belong to it.
         """
         assert self._form is not None
         begin = 0 if self._scan is not None else self._end_of_reported()
@@ -421,7 +431,7 @@ class MarkedReply:
         yield from self._reply(text)
 
     def _before(self, marks: tuple[str, ...], final: bool) -> tuple[str, str]:
-        """The text that is certain before the first of the marks, and that mark, or '' if none is there.
+        """The text that is certain before the first of the marks, and that mark, or '' if there is none.
 
         Spaces before a mark belong to it.
         """
@@ -446,13 +456,15 @@ def _spaces(text: str) -> str:
 
 
 def _ends_line(text: str, at_line: bool) -> bool:
-    """Whether the text after this one begins a line, spaces aside. at_line: whether this one does."""
+    """Whether what follows a text begins a line, apart from spaces. at_line: whether the text itself begins
+    one.
+    """
     _, line_feed, rest = text.rpartition("\n")
     return not rest.strip(" \t") and (bool(line_feed) or at_line)
 
 
 def _beginning(text: str, marks: tuple[str, ...]) -> int:
-    """Number of characters at the end of a text with which a mark begins."""
+    """Number of characters at the end of a text that are the beginning of a mark."""
     for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length

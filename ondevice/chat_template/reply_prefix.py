@@ -1,4 +1,4 @@
-"""The beginning of a reply that was cut: as the model wrote it, and as the token ids that it continues."""
+"""The beginning of a reply that was cut off: as the model wrote it, and as token ids for it to continue."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from ondevice.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ReplyPrefix:
-    """Thinking and text with which a reply begins. Without a text the model was still thinking."""
+    """The thinking and the text that a reply begins with. An empty text means that the model was still
+    thinking.
+    """
 
     text: str
     thinking: str = ""
 
     def thought(self, marks: Sequence[str], is_open: bool = False) -> str:
-        """What stands before the text: the thinking between its marks.
-
-        marks: the two marks of thinking; empty for a model that doesn't think.
-        is_open: whether the prompt ends with the first mark, which then isn't repeated.
-        """
+        """The text that precedes the reply: the thinking between its marks."""
         if not marks or not (self.thinking or is_open):
             return ""
         begin, end = marks
@@ -29,10 +27,12 @@ class ReplyPrefix:
         return f"{thought}\n{end}\n\n" if self.text else thought
 
     def encode(self, tokenizer: Tokenizer, marks: Sequence[str], prompt_end: str) -> list[int]:
-        """Token ids behind a prompt that ends with `prompt_end`. Special tokens in it are the marks alone.
+        """Token ids to append to a prompt that ends with `prompt_end`. The only special tokens among them are
+        the marks.
 
-        Behind a prompt that doesn't end with a space a text begins as texts do: where tokenizers put a space
-        before them, the model's own begins with one, which replies are told without.
+        After a prompt that doesn't end with a space, the text is encoded like the beginning of a text. Some
+        tokenizers put a space before it: then the model's own text begins with that space, although replies
+        are shown without it.
         """
         is_open = prompt_end.rstrip().endswith(tuple(marks[:1]))
         thought, ids = self.thought(marks, is_open), list[int]()

@@ -58,7 +58,9 @@ _CONSTANT_TIME_FILTERS = ("count", "d", "default", "first", "last", "length")
 
 
 class _Guard(NodeTransformer):
-    """Refuses constructs that aren't on the list, and meters those that make text or containers."""
+    """Refuses constructs that aren't on the list of allowed ones, and meters those that make text or
+    containers.
+    """
 
     _seen = 0
 
@@ -152,7 +154,7 @@ class GenerationTag(Extension):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one chat template. `meter` must be set before compiling and rendering."""
+    """The jinja2 environment of one chat template. `meter` must be set before compiling and rendering."""
 
     meter: TemplateMeter
     concat = staticmethod(concatenated)
@@ -216,7 +218,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` without attributes and huge widths; jinja2 only guards against escapes."""
+        """A version of `str.format` without attributes and huge widths, for which jinja2 has no guard."""
         if super().wrap_str_format(value) is None:
             return None
         if value.__name__ != "format":
@@ -268,8 +270,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self._depth -= 1
 
     def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, charged for its arguments' sizes before each call, and for its result's size after
-        it.
+        """`function` with charges to the meter: for the sizes of its arguments before each call, of its
+        result after it.
         """
 
         @wraps(function)
@@ -292,7 +294,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _weigh(self, value: Any) -> Any:
-        """`value` itself, charged for one scan."""
+        """`value` itself, after charging for one scan of it."""
         length = len(value) if isinstance(value, str | range) else self.meter.elements(value)
         self.meter.charge(1 + length // 16)
         return value
@@ -337,7 +339,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _still_given(result: Any, source: Any, made: Callable[[str, str], str]) -> Any:
-    """A filter's result, marked by `made` as given if its source text was."""
+    """A filter's result. If the filter's input was given text, `made` marks the result as given."""
     is_plain = isinstance(result, str) and not isinstance(result, GivenText)
     return made(result, source) if is_plain and isinstance(source, str) else result
 

@@ -1,8 +1,8 @@
-"""Tools that a model may call, its calls, and both in messages. All of it comes from outside.
+"""Tools that a model may call, its calls, and how both appear in messages. All of it comes from outside.
 
-The shapes are those that chat templates know, which are OpenAI's: a tool is
-`{"type": "function", "function": {"name", "description", "parameters"}}`, an assistant's message may have
-`tool_calls`, and a message of role `tool` is the result of the call that its `tool_call_id` names.
+The shapes are those that chat templates know, which are OpenAI's: a tool is `{"type": "function", "function":
+{"name", "description", "parameters"}}`, an assistant's message may have `tool_calls`, and a message of role
+`tool` is the result of the call that its `tool_call_id` names.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
 
     def to_dict(self) -> dict[str, Any]:
-        """The tool in the form that templates take. Absent fields are empty, as some templates don't
-        check.
+        """The tool in the form that templates take. Absent fields are present but empty, as some templates
+        need them.
         """
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
@@ -56,7 +56,7 @@ class Tool:
 
 
 def is_text(schema: object) -> bool:
-    """Whether an argument's schema itself says that it is a string."""
+    """Whether an argument's schema says directly that it is a string."""
     if not isinstance(schema, Mapping):
         return False
     if "type" in schema:
@@ -67,9 +67,9 @@ def is_text(schema: object) -> bool:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A model's call of a tool. id: what the result's message names, 9 letters and digits.
+    """A call of a tool by a model. id: 9 letters and digits, which the message with the result names.
 
-    written: the arguments' JSON as the model wrote it; empty where it wrote them otherwise.
+    written: the arguments' JSON as the model wrote it; empty if it wrote another notation.
     """
 
     name: str
@@ -84,15 +84,16 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str:
-        """The arguments as JSON, as the model wrote it where it wrote JSON. Lone surrogates are escaped."""
+        """The arguments as JSON: the model's own text if it wrote JSON. Lone surrogates are escaped."""
         return self.written or json_text(self.arguments)
 
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a call being written. arguments: the next part of their JSON; empty at first.
+    """A part of a call that is being written. arguments: the next part of their JSON, empty at first.
 
-    Those of a call are its `arguments_json` together. A call that breaks off is none: its text follows.
+    Together, the parts of a call are its `arguments_json`. If a call breaks off, it is none, and its text
+    follows.
     """
 
     name: str
@@ -102,12 +103,12 @@ class CallPart:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """The options of a prompt beside its messages. Without tools, none can be called.
+    """The options of a prompt, apart from its messages. Without tools, none can be called.
 
-    parallel_calls: whether a reply may have several calls. Otherwise, those behind the first are left out.
-    must_call: names of the tools of which the reply must call one; empty: the model chooses whether to call.
-    calls_alone: whether calls come without a text: marks of calls inside a text then are text.
-    reply_prefix: what the prompt ends with, where the model continues a reply. None: it begins one.
+    parallel_calls: whether a reply may have several calls; otherwise, calls after the first are left out.
+    must_call: names of tools, one of which the reply must call; empty if the model chooses whether to call.
+    calls_alone: whether a reply is either calls or a text; then marks of calls inside a text are text.
+    reply_prefix: the beginning of a reply that the model continues; None if it begins one.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -121,7 +122,10 @@ class PromptOptions:
     def checked(
         tools: Sequence[Tool | Mapping[str, Any]], think: Think, parallel_calls: bool = True
     ) -> PromptOptions:
-        """Raises UsageError for what isn't a tool, for two of one name, and for another `think`."""
+        """Options with checked tools.
+
+        Raises UsageError for invalid tools, for two of one name, and for an invalid `think`.
+        """
         if think not in (None, True, False, *EFFORTS) or (think is not None and type(think) is int):
             raise UsageError(
                 f"think is {think!r}; it must be True, False, one of {', '.join(EFFORTS)}, or None"
@@ -169,7 +173,7 @@ def _tool(given: Tool | Mapping[str, Any]) -> Tool:
 
 
 def checked_name(name: object) -> str:
-    """A tool's name. Raises UsageError for one that isn't a word."""
+    """A tool's name, checked. Raises UsageError if it isn't a word."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise UsageError(
             f"a tool's name is {str(name)[:80]!r}; it must be 1 to {NAME_CHARS} of the letters A-Z and a-z, "
@@ -181,7 +185,8 @@ def checked_name(name: object) -> str:
 def checked_calls(given: object) -> list[dict[str, Any]]:
     """The `tool_calls` of a message, checked. Raises UsageError for malformed ones.
 
-    Arguments are an object. What models wrote that is none, such as JSON that was cut, stays a string.
+    Arguments are an object. If a model wrote something else, such as JSON that was cut off, they stay a
+    string.
     """
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise UsageError(f"tool_calls is {type(given).__name__}; it must be a list of calls")
@@ -214,7 +219,7 @@ def _checked_call(given: object) -> dict[str, Any]:
 
 
 def _read_arguments(text: str) -> dict[str, Any] | str:
-    """The object that a JSON string holds; the string itself if it holds none."""
+    """The object that a JSON string contains; the string itself if it contains anything else."""
     arguments = parsed_object(text)
     try:
         return text if arguments is None else dict(plain_data(arguments, "the arguments"))
@@ -223,7 +228,7 @@ def _read_arguments(text: str) -> dict[str, Any] | str:
 
 
 def checked_id(given: object) -> str:
-    """The id of a call; empty if it has none. Raises UsageError."""
+    """The id of a call, checked; empty if it has none. Raises UsageError."""
     if given is None:
         return ""
     if not isinstance(given, str) or len(given) > ID_CHARS:
@@ -232,7 +237,7 @@ def checked_id(given: object) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text holds, or None. An empty text and null are an empty object."""
+    """The JSON object that a text contains, or None. An empty text and null stand for an empty object."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -242,18 +247,18 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def json_text(value: object) -> str:
-    """JSON on one line, letters unescaped but lone surrogates escaped."""
+    """A value as JSON on one line. Letters aren't escaped, except lone surrogates."""
     text = json.dumps(value, ensure_ascii=False, default=dict)
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def arguments_text(arguments: Mapping[str, Any] | str) -> str:
-    """A call's arguments as JSON, or the string that they are."""
+    """The arguments of a call as JSON, or as the string that they already are."""
     return arguments if isinstance(arguments, str) else json_text(arguments)
 
 
 def short_id(given: str) -> str:
-    """A call's arguments as JSON, or the string that they are."""
+    """A call's id if it is 9 letters and digits, otherwise a 9-character id derived from it."""
     return given if _SHORT_ID.fullmatch(given) else new_id(given)
 
 
@@ -263,7 +268,7 @@ def new_id(*parts: object) -> str:
 
 
 def plain_data(value: Any, what: str, depth: int = 0) -> Any:
-    """A copy of JSON data. Raises UsageError for anything else in it, or where it is too deep."""
+    """A copy of JSON data. Raises UsageError if anything else is in it, or if it is nested too deeply."""
     if depth > MAX_DEPTH:
         raise UsageError(f"{what} are nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):

@@ -16,7 +16,7 @@ from ondevice.chat_template.tools import json_text
 
 _SYSTEM = ("system", "developer")
 _BEFORE = "You can call these functions. Each line describes one as JSON:\n<tools>\n"
-_BEHIND = """
+_AFTER = """
 </tools>
 To call a function, reply with its name and arguments as JSON, in this form and nothing else:
 <tool_call>
@@ -32,9 +32,10 @@ def with_tools_as_text(
     format: CallFormat,
     takes_system: bool,
 ) -> list[dict[str, Any]]:
-    """Messages of texts alone, with the tools in the instructions.
+    """The messages as plain texts, with tools described in the instructions, and calls and results written as
+    text.
 
-    takes_system: whether the template has instructions; otherwise they head the user's first message.
+    takes_system: whether the template takes instructions; otherwise they begin the first user message.
     """
     texts: list[dict[str, Any]] = []
     heads = [given(message["content"]) for message in messages[:1] if message["role"] in _SYSTEM]
@@ -61,13 +62,13 @@ def with_tools_as_text(
 
 
 def _text(role: str, parts: Sequence[GivenText], between: str = "\n\n") -> dict[str, Any]:
-    """A message whose text consists of these parts, empty ones skipped."""
+    """A message whose text is made of these parts. Empty parts are skipped."""
     return {"role": role, "content": _made(joined(between, [part for part in parts if part]))}
 
 
 def _instructions(tools: Sequence[Mapping[str, Any]]) -> GivenText:
     listed = joined("\n", [given(json_text(tool["function"])) for tool in tools])
-    return _made(joined("", (_BEFORE, listed, _BEHIND)))
+    return _made(joined("", (_BEFORE, listed, _AFTER)))
 
 
 def _result(content: str) -> GivenText:
@@ -75,5 +76,5 @@ def _result(content: str) -> GivenText:
 
 
 def _made(text: str) -> GivenText:
-    """A GivenText of this text, parts of which may be given."""
+    """A GivenText of this text, with the parts that were given, if any."""
     return text if isinstance(text, GivenText) else GivenText(text, ())

@@ -217,7 +217,9 @@ def run_parts(context: click.Context, model: str | None, as_json: bool, values: 
 def _print_measured(
     measure: Callable[..., Any], table: Callable[[Any], str], as_json: bool, values: dict[str, Any]
 ) -> None:
-    """Print what `measure` returns for the options: `table` of it, or its `to_dict()` as JSON."""
+    """Print what `measure` returns for the options: the text that `table` makes of it, or its `to_dict()` as
+    JSON.
+    """
     runtime = runtime_config(values)
     take_interrupts()
     with progress() as show:
@@ -261,7 +263,7 @@ def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> Non
 
 
 def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[Task]:
-    """One task per text, or the built-in tasks. Raises UsageError for a text that isn't there."""
+    """One task per text, or the built-in tasks if there is none. Raises UsageError for a missing text."""
     # A text from the environment or the settings file is meant for `eval`.
     if context.get_parameter_source("text") is not ParameterSource.COMMANDLINE:
         if chat:

@@ -88,7 +88,7 @@ def parts_table(result: SplitPasses) -> str:
 
 
 def _parts(split: SplitPass) -> list[str]:
-    """A pass's lines: its own, and one for each part that takes time."""
+    """The lines for a pass: one for all of it, and one for each part that takes time."""
     where = f", {split.tokens} tokens" if split.name == "prompt" else f" behind {split.position}"
     lines = [_columns(split.name + where, ["ms", "", "GMAC/s", "GB/s"])]
     for key, title in PARTS.items():
@@ -111,7 +111,9 @@ ABLATION_COLUMNS = (
 
 
 def ablation_table(ablation: Ablation) -> str:
-    """The ablation for people: each row's memory, and its reads and time per token; each step's effect."""
+    """The ablation for people: each row's memory, its reads and time per token, and the effect of
+    each step.
+    """
     lines = [
         f"{ablation.model}: a budget of {format_bytes(ablation.budget_bytes)}, {ablation.rows[0].io} reads; "
         f"means of {ablation.max_tokens} tokens, behind {ablation.prompt_tokens} of prompt and "
@@ -205,7 +207,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 
 def _decisions(comparison: Comparison) -> list[str]:
-    """The last decision of `auto` on each task."""
+    """For each task, the last choice that `auto` made."""
     rows = [row for row in comparison.rows if row.drafter == "auto" and row.task != ALL_TASKS]
     return ["", *(f"auto at the end of {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
 

@@ -104,8 +104,8 @@ def chat(
         limits = chat_input.Limits(tokenizer, loaded.plan.max_context, loaded.config.max_context)
         with chat_input.Interrupts() as interrupts:
             talk = _Talk(loaded, session, sampling, interrupts, think=False if no_think else None)
-            for turn in chat_input.read_turns(say, interrupts, limits, is_known_command):
-                if talk.take(turn):
+            for entry in chat_input.read_turns(say, interrupts, limits, is_known_command):
+                if talk.take(entry):
                     break
         say_stats(loaded)
     if talk.refused:
@@ -113,8 +113,9 @@ def chat(
 
 
 def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> SamplingConfig:
-    """`sampling` with a seed, and with the authors' recommendations for fields not in `chosen`. Shows
-    both."""
+    """`sampling` with a seed, and with the model authors' recommendations for fields not in `chosen`. Prints
+    both.
+    """
     recommended = model.bundle.manifest.generation
     sampling, taken = with_model_defaults(sampling, recommended, chosen)
     sampling = sampling.seeded()
@@ -131,7 +132,9 @@ def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> Sampl
 
 @dataclass
 class _Talk:
-    """A conversation at a terminal or from a pipe. From a pipe, errors end it, except too long lines."""
+    """A conversation at a terminal or from a pipe. From a pipe, any error ends it, except a line that is too
+    long.
+    """
 
     model: Model
     session: Session
@@ -141,17 +144,17 @@ class _Talk:
     refused: bool = False
     """Whether a line of a pipe was too long to be answered."""
 
-    def take(self, turn: Turn) -> bool:
+    def take(self, entry: Turn) -> bool:
         """Run a command or answer a message, and show its error. Returns whether the chat ends."""
         from ondevice.commands import slash_commands as commands
 
-        if turn.text in commands.QUIT:
+        if entry.text in commands.QUIT:
             return True
         try:
             with self.interrupts.heard():
-                if turn.refusal is not None:
-                    raise turn.refusal
-                self._take(turn.text)
+                if entry.refusal is not None:
+                    raise entry.refusal
+                self._take(entry.text)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -160,16 +163,18 @@ class _Talk:
             advice = commands.advice(error, self.session)
             if sys.stdin.isatty():
                 say(f"error: {error.for_command_line}{advice}")
-            elif turn.refusal is not None or self._is_too_long(error):
-                say(f"error: {error.for_command_line}{advice}; line {turn.number} of stdin wasn't answered")
+            elif entry.refusal is not None or self._is_too_long(error):
+                say(f"error: {error.for_command_line}{advice}; line {entry.number} of stdin wasn't answered")
                 self.refused = True
             else:
-                error.add_note(f"line {turn.number} of stdin, and what follows it, wasn't answered{advice}")
+                error.add_note(f"line {entry.number} of stdin, and what follows it, wasn't answered{advice}")
                 raise
         return False
 
     def _is_too_long(self, error: OndeviceError) -> bool:
-        """Whether only this message is too long for the context, and others may still be answered."""
+        """Whether the error is only that this message is too long for the context, so that others may still
+        be answered.
+        """
         return isinstance(error, ContextOverflowError) and self.session.when_full == "drop"
 
     def _take(self, line: str) -> None:

@@ -24,7 +24,9 @@ PASTE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Turn:
-    """One message to the model. number: of its line in a pipe, or of the message at a terminal, from 1."""
+    """One message to the model. number: the line's number in a pipe, or the message's at a
+    terminal, from 1.
+    """
 
     number: int
     text: str
@@ -54,7 +56,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """A context in which Ctrl-C raises KeyboardInterrupt, which must also leave it."""
+        """A context in which Ctrl-C raises KeyboardInterrupt. The exception must leave the context."""
         self._heard = True
         try:
             yield
@@ -69,7 +71,7 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a piped line: it must fit the context."""
+    """The limits of a line from a pipe, which must fit the context."""
 
     tokenizer: Tokenizer
     max_context: int
@@ -83,7 +85,7 @@ def read_turns(
     limits: Limits,
     ends_paste: Callable[[str], bool],
 ) -> Iterator[Turn]:
-    """The messages typed at a terminal, or the lines of a pipe. Empty ones are skipped.
+    """Yields the messages typed at a terminal, or the lines of a pipe, without empty ones.
 
     ends_paste: returns True for a line that doesn't join the lines pasted before it, such as a command.
     Raises UsageError for a piped line that isn't text. At a terminal, the error is shown and the prompt is
@@ -98,7 +100,9 @@ def read_turns(
 
 
 def _piped(limits: Limits) -> Iterator[Turn]:
-    """The lines of a pipe. Of each line, at most what fits the context is held; the rest is skipped."""
+    """Yields the lines of a pipe. At most as much of a line as fits the context is held; the remainder is
+    skipped.
+    """
     source, number = TextParts("-"), 0
     while True:
         number += 1
@@ -111,7 +115,7 @@ def _piped(limits: Limits) -> Iterator[Turn]:
 
 
 def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowError | None]:
-    """The part of a line that was read, and an error if it is too long. Then reading stops."""
+    """The part of a line that was read, and an error if the line is too long, in which case reading stops."""
     taken = [next(line, "")]
     if is_command(taken[0].lstrip()):
         return taken[0], None
@@ -143,7 +147,9 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
 def _typed(
     tell: Callable[[str], None], interrupts: Interrupts, ends_paste: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Typed messages. Lines that are already waiting after one has been read were pasted with it."""
+    """Yields typed messages. Lines that are already waiting when one has been read count as
+    pasted with it.
+    """
     with suppress(ImportError):
         # With readline, input() has editing and a history, and returns a paste as one text.
         _enable_bracketed_paste(import_module("readline"))
@@ -182,7 +188,7 @@ def _typed_line(prompt: str) -> str:
 
 
 def _input_bytes(prompt: str) -> bytes:
-    """The typed bytes, even if Python can't decode them."""
+    """The bytes typed after `prompt`, even if Python can't decode them."""
     try:
         return input(prompt).encode("utf-8", "surrogateescape")
     except UnicodeDecodeError as error:

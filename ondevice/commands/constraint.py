@@ -1,4 +1,4 @@
-"""The options `--json-schema` and `--grammar`, and their constraint."""
+"""The options `--json-schema` and `--grammar`, and the constraint that they describe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def constraint_options(command: Decorated) -> Decorated:
 
 
 def constraint_of(values: dict[str, Any]) -> Constraint | None:
-    """The constraint of the options, which are removed from `values`.
+    """The constraint that the options describe, which are removed from `values`; None without them.
 
     Raises UsageError if both are given or a file isn't text, ConstraintError if it isn't JSON or is too long.
     """

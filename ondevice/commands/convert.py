@@ -141,7 +141,9 @@ def convert(
 def _converted(
     prepared: Prepared, content: TextParts | None, random_text: bool, *, resume: bool, force: bool
 ) -> Path:
-    """Convert, round by a text or by random tokens if one is given, and return the bundle's folder."""
+    """Convert a checkpoint, and return the bundle's folder. With a text or random tokens, rounding follows
+    their activations.
+    """
     from ondevice import training
 
     try:
@@ -178,7 +180,7 @@ def _add_draft_layer(source: str, draft_for: str, quant: str) -> None:
 
 
 def say_trained(bundle: Bundle) -> None:
-    """Say what a text has trained, in addition to the rounding in the bundle's notes."""
+    """Print what training on a text has added, apart from the rounding that the bundle's notes mention."""
     from ondevice.bundle.sidecar import NO_PREDICTORS
     from ondevice.commands.training_reports import expert_use_table, predictor_table
 
@@ -194,9 +196,9 @@ def say_trained(bundle: Bundle) -> None:
 
 
 def _agree(prepared: Prepared, *, trains: bool, keeps: bool, resume: bool, force: bool, yes: bool) -> None:
-    """Say what a download takes, and ask. Raises errors that are known before it begins.
+    """Say what a download takes, and ask. Raises errors that can be known before the download begins.
 
-    keeps: whether the source is kept without --keep-source.
+    keeps: whether the source stays even without --keep-source.
     """
     from ondevice.measure.expected_speed import forecast_source
 

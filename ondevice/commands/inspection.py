@@ -171,7 +171,7 @@ def source_inspection_text(prepared: Prepared, plan: Plan, forecast: SpeedForeca
 
 
 def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
-    """The part of the model in a slice; None for a complete model."""
+    """The facts of the part of a model that is in a slice; None for a complete model."""
     part = bundle.config.part
     if part == FULL_MODEL:
         return None
@@ -186,7 +186,7 @@ def _part_facts(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def _draft_layer_lines(bundle: Bundle) -> list[str]:
-    """A line on each draft layer."""
+    """One line for each draft layer."""
     return [
         f"{layer.kind}: {len(layer.windows)} layers of {layer.neurons:,} neurons each that draft "
         f"{layer.block_drafts} tokens at once, at {layer.bits} bits"
@@ -198,24 +198,26 @@ def _draft_layer_lines(bundle: Bundle) -> list[str]:
 
 
 def _feed_forward(layer: DraftLayer) -> str:
-    """Words on a draft layer's feed-forward."""
+    """A description of a draft layer's feed-forward."""
     if layer.experts is None:
         return f"{layer.neurons:,} neurons"
     return f"{layer.experts.count:,} experts"
 
 
 def _modes(bundle: Bundle) -> tuple[SparsityMode, ...]:
-    """The model's modes under any options."""
+    """The sparsity modes that the model can run in with any options."""
     return sparsity_modes(bundle.manifest.config, bundle.predictors, bundle.damaged)
 
 
 def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
-    """Numbers of experts, and the bytes of a token's in all layers; None for a model without any.
+    """Facts on experts: their numbers, and the bytes that a token's experts take in all layers; None without
+    experts.
 
-    `in_memory` are kept with a full context. `own_chosen` is the model's number, and `chosen` may be smaller
-    by `--experts`; that is `lossy`. `expected_hits` is the share of lookups with their expert in memory, as
-    on the calibration's text; None without a calibration, and if `lossy`. `hits_by_budget` has the same for
-    budgets in even steps, from the smallest with these modes and this context to all experts in memory.
+    `in_memory` is how many are kept with a full context. `own_chosen` is the model's number of experts per
+    token, and `chosen` is smaller if `--experts` says so; then it is `lossy`. `expected_hits` is the share of
+    lookups served from memory, as on the calibration's text; None without a calibration, and if `lossy`.
+    `hits_by_budget` has the same for budgets in even steps, from the smallest with these modes and this
+    context to one that holds all experts.
     """
     config, plan = resolved.bundle.config, resolved.plan
     experts = config.experts
@@ -242,7 +244,7 @@ def _expert_facts(resolved: ResolvedModel) -> dict[str, Any] | None:
 
 
 def _hits_by_budget(plan: Plan, use: ExpertUse, total: int) -> list[dict[str, Any]]:
-    """By budget, the experts that it keeps of `total`, and the expected share of hits."""
+    """For several budgets, the number of experts that it keeps of `total`, and the expected share of hits."""
     least, most = plan.minimum_budget_bytes, max(plan.minimum_budget_bytes, plan.full_bytes)
     hits_by_budget = []
     for step in range(BUDGET_STEPS + 1):
@@ -254,7 +256,7 @@ def _hits_by_budget(plan: Plan, use: ExpertUse, total: int) -> list[dict[str, An
 
 
 def _expert_lines(resolved: ResolvedModel) -> list[str]:
-    """A line with a token's cycle and what the budget keeps, for a model with experts."""
+    """A line, for a model with experts, with how many experts a token uses and how many the budget keeps."""
     facts = _expert_facts(resolved)
     if facts is None:
         return []
@@ -296,7 +298,7 @@ def _widths_lines(config: ModelConfig) -> list[str]:
 
 
 def _mode_change_lines(resolved: ResolvedModel) -> list[str]:
-    """A line with the budget below which `auto` takes other modes, if it does."""
+    """A line with the budget below which `auto` chooses other modes, if there is one."""
     change = mode_change(resolved)
     if change is None:
         return []

@@ -1,4 +1,4 @@
-"""Models that aren't bundles yet: a conversion's needs are shown, and confirmed, before it begins."""
+"""Offers to convert a model that isn't a bundle yet: shows what that takes, and asks before it begins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CONVERTED = "_ONDEVICE_CONVERTED"
 def ensure_bundle(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
     """`model` if it is a bundle, else the bundle that it was converted to.
 
-    Converts it now if necessary. Opening a checkpoint imports modules that stay in memory, so StartAgainError
-    is raised then: in a new process, which gets the bundle's path, the model has all of its budget. Raises
-    errors of the conversion, before any download where possible; UsageError if the answer is no;
-    ModelNotFoundError if the model can't be converted, or there is no terminal to ask at.
+    Converts it now if necessary. That imports modules which stay in memory, so StartAgainError is raised
+    afterwards: a new process then opens the bundle, with all of its budget for the model. Raises errors of
+    the conversion, before any download where possible; UsageError if the answer is no; ModelNotFoundError if
+    the model can't be converted, or there is no terminal to ask at.
     """
     from ondevice.runtime.models import default_output, find_model
 
@@ -104,13 +104,13 @@ def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> 
 
 
 def say_notes(bundle: Bundle) -> None:
-    """Show the manifest's notes: what the conversion left out, copied or rounded."""
+    """Print the manifest's notes: what the conversion left out, copied or rounded."""
     for note in bundle.manifest.provenance.notes:
         say(note)
 
 
 def shown(done: ConversionProgress) -> tuple[float, str]:
-    """The finished share of a conversion, and its present step, for `progress`."""
+    """How much of a conversion is finished, from 0 to 1, and its present step, for `progress`."""
     from ondevice.commands.reports import duration
 
     left = "" if done.remaining_seconds is None else f", {duration(done.remaining_seconds)} left"
@@ -118,7 +118,7 @@ def shown(done: ConversionProgress) -> tuple[float, str]:
 
 
 def offer_text(estimate: ConversionEstimate, forecast: SpeedForecast) -> str:
-    """Lines on a conversion's downloads and files, and its bundle's memory and speed."""
+    """A text on what a conversion downloads and writes, and on its bundle's memory and speed."""
     from ondevice.commands.reports import size
     from ondevice.commands.speed_reports import speed_words
 

@@ -29,8 +29,8 @@ CONTEXT_SHARE = 0.25
 def runtime_of(
     bundle: Path, values: dict[str, Any], parallel: int = 1, context_share: float = 0.0
 ) -> RuntimeConfig:
-    """The options of running a model: those of the settings file for it, unless a flag or variable sets
-    others.
+    """The options of running a model. The settings file's options for this model apply unless a flag or
+    variable sets others.
 
     bundle: the model's folder. context_share: as in RuntimeConfig.
     """
@@ -48,13 +48,15 @@ def resolved_model(
     parallel: int = 1,
     context_share: float = 0.0,
 ) -> ResolvedModel:
-    """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
+    """The resolved model, to be passed to `loaded_model`. Commands check their other arguments between the
+    two calls.
 
     If several machines share the model, it is this rank's part. On a rank other than 0 this doesn't return:
     it serves layers until rank 0 ends.
 
-    yes: None if the model must be a bundle; else it may be converted, without asking if True. parallel: texts
-    that may share passes. context_share: as in RuntimeConfig; several machines share the default context.
+    yes: None if the model must be a bundle. Otherwise it may be converted: without asking if True, after
+    asking if False. parallel: texts that may share passes. context_share: as in RuntimeConfig; several
+    machines share the default context.
     """
     from ondevice import api
     from ondevice.commands import sharing
@@ -85,7 +87,7 @@ def require_fit(resolved: ResolvedModel) -> None:
 
 
 def say_plan(resolved: ResolvedModel) -> None:
-    """Show the plan, and the options' effects on the text."""
+    """Print the plan, and what the options change about the text."""
     from ondevice.commands import reports
 
     _say_with_losses(
@@ -94,7 +96,9 @@ def say_plan(resolved: ResolvedModel) -> None:
 
 
 def say_opening(resolved: ResolvedModel) -> None:
-    """At a terminal, show the model, its budget and the weights that stay on flash; elsewhere the plan."""
+    """Print the model, its budget and the weights that stay on flash if at a terminal; otherwise print the
+    plan.
+    """
     from ondevice.commands import reports
 
     if can_ask():
@@ -115,7 +119,9 @@ def _say_with_losses(text: str, resolved: ResolvedModel) -> None:
 def loaded_model(
     resolved: ResolvedModel, show: Callable[[ResolvedModel], None] = say_plan
 ) -> Iterator[Model]:
-    """The loaded model, closed at the end. show: shows its plan before weights are read."""
+    """A context with the loaded model, which is closed at the end. show: prints its plan before weights are
+    read.
+    """
     from ondevice import api
     from ondevice.commands import sharing
 
@@ -127,7 +133,7 @@ def loaded_model(
 
 
 def say_stats(model: Model) -> None:
-    """Show the stats line, if any forward pass has run."""
+    """Print the line of stats, if any forward pass has run."""
     from ondevice.commands import reports
 
     if model.stats.forward_passes:

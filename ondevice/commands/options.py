@@ -1,4 +1,4 @@
-"""Click options made from the settings' tables, the origin of their values, and reading of text files."""
+"""Click options made from the tables of settings, where their values come from, and reading of text files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ class SettableOption(click.Option):
         return None
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """As in click. The settings file may give a string for an option with several values."""
+        """The option's value and its source, as in click. The settings file may give a string for an option
+        with several values.
+        """
         value, source = super().consume_value(ctx, opts)
         return ([value] if self.multiple and isinstance(value, str) else value), source
 
@@ -88,7 +90,8 @@ class SettableOption(click.Option):
 class SettingsContext(click.Context):
     """A command's context, with defaults from the settings file. `obj` is the file's `Settings`, once read.
 
-    The file is read when a running command looks up a default, so help and completion work with a wrong file.
+    The file is read when a running command looks up a default, so help and completion work even if the file
+    is wrong.
     """
 
     def read_settings(self) -> Settings:
@@ -99,13 +102,15 @@ class SettingsContext(click.Context):
         return self.obj  # type: ignore[no-any-return]
 
     def of_model(self, name: str) -> dict[str, Any]:
-        """The settings file's options for one model that neither a flag nor a variable sets."""
+        """The options in the settings file for one model, without those that a flag or variable sets."""
         explicit = ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT
         given = self.read_settings().models.get(name, {})
         return {key: it for key, it in given.items() if self.get_parameter_source(key) not in explicit}
 
     def lookup_default(self, name: str, call: bool = True) -> Any:
-        """As in click. Reads the settings file first, except for help, which passes call=False."""
+        """The default of an option, as in click. Reads the settings file first, except for help, which passes
+        call=False.
+        """
         if call and not self.resilient_parsing:
             self.read_settings()
         return super().lookup_default(name, call)  # type: ignore[call-overload]
@@ -179,7 +184,7 @@ class CommandGroup(click.Group):
 
 
 def broken_pipe() -> int:
-    """Silence stdout, which Python flushes at exit, after its reader went away. Returns BROKEN_PIPE."""
+    """Silence stdout after its reader went away, because Python flushes it at exit. Returns BROKEN_PIPE."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return BROKEN_PIPE
 
@@ -193,7 +198,7 @@ def _start_logging(root: click.Context, settings: Settings) -> None:
 
 
 def _variables(command: click.Command) -> Iterator[str]:
-    """Environment variables that set an option of the command or of one of its subcommands."""
+    """Yields the environment variables that set an option of the command or of one of its subcommands."""
     yield from (str(it.envvar) for it in command.params if isinstance(it, SettableOption))
     for inner in getattr(command, "commands", {}).values():
         yield from _variables(inner)
@@ -211,7 +216,7 @@ def _warn_of_variables(root: click.Command) -> None:
 
 
 def _take_model(context: click.Context) -> None:
-    """Merge the model's argument into its option, so that the command gets one value.
+    """Move the model's argument into the option `--model`, so that the command gets one value.
 
     Raises UsageError if the command line names two different models.
     """
@@ -228,9 +233,9 @@ def _take_model(context: click.Context) -> None:
 
 
 def _require_meaning(context: click.Context) -> None:
-    """Raises UsageError for an option on the command line that has no meaning with the others' values.
+    """Check that each option on the command line means something with the other options' values.
 
-    Options from other sources are meant for other commands too.
+    Raises UsageError for one that doesn't. Options from other sources are meant for other commands too.
     """
     values = {name: context.params.get(name) for name in ("sparsity", "speculation")}
     chosen = {name: value for name, value in values.items() if value is not None}
@@ -348,7 +353,9 @@ def _click_option(entry: Option) -> Callable[[Decorated], Decorated]:
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Refuse a value that no model can have, with the option's name, before a model is looked up."""
+    """A value, checked before a model is looked up. Raises an error that names the option if no model can
+    have it.
+    """
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
@@ -357,7 +364,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
 
 
 class TextParts:
-    """The UTF-8 text of a file, or of stdin for `-`, part by part. Taken parts aren't kept.
+    """The UTF-8 text of a file, or of stdin for `-`, part by part. Each part is read once and not kept.
 
     Construction raises UsageError for a missing file, reading for bytes that aren't text.
     """
@@ -387,7 +394,7 @@ class TextParts:
     def line(self) -> Iterator[str]:
         """Parts of the next line, line end included. After the last line, only empty parts.
 
-        `end_line` skips the parts that weren't taken.
+        `end_line` skips parts that are still unread.
         """
         self._in_line = True
         return self._decoded_parts(self._read_line)

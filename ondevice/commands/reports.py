@@ -19,7 +19,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plan_summary(plan: Plan) -> str:
-    """The plan in two lines, shown before loading. A third line tells of a context that isn't the default."""
+    """The plan in two lines, shown before loading, and a third line if the context isn't the default."""
     context = f"\n      {context_words(plan)}" if plan.wanted_context or plan.context_share else ""
     listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts(plan))
     return (
@@ -30,7 +30,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def opening(bundle: Bundle, plan: Plan) -> str:
-    """A chat's model, its budget and what stays on flash, in two lines."""
+    """The opening lines of a chat: the model, its budget, and what stays on flash."""
     return (
         f"{model_words(bundle)} in {format_bytes(plan.budget_bytes)}, where {format_bytes(plan.full_bytes)} "
         f"would hold everything; {context_words(plan)}\n{residency(plan)}"
@@ -38,7 +38,7 @@ def opening(bundle: Bundle, plan: Plan) -> str:
 
 
 def model_words(bundle: Bundle) -> str:
-    """The model's name, with this machine's layers if other machines have some too."""
+    """The model's name, and which layers run on this machine if others run the rest."""
     config, part = bundle.config, bundle.config.part
     if part == FULL_MODEL:
         return bundle.name
@@ -46,14 +46,14 @@ def model_words(bundle: Bundle) -> str:
 
 
 def fewer_experts(chosen: int, model_experts: int) -> str:
-    """A line on the effect of `--experts` on the text."""
+    """A sentence on how `--experts` changes the text."""
     return (
         f"lossy: {chosen} of the model's own {model_experts} experts a token (--experts); not the text of all"
     )
 
 
 def lossy_lines(resolved: ResolvedModel) -> list[str]:
-    """Lines on the options' effects on the text; none for models without experts."""
+    """Sentences on how the options change the text; empty for models without experts."""
     runtime, model_experts = resolved.runtime, resolved.default_experts
     if resolved.bundle.config.experts is None:
         return []
@@ -70,7 +70,7 @@ def pressure_summary(pressure: MemoryPressure) -> str:
 
 
 def residency(plan: Plan) -> str:
-    """A line on the weights in memory and those read from flash."""
+    """A sentence on which weights stay in memory and which are read from flash."""
     neurons = _neuron_residency(plan)
     if plan.matrices is None or plan.holds_matrices:
         return neurons
@@ -126,9 +126,9 @@ def size(nbytes: int) -> str:
 
 
 def stats_line(stats: GenerationStats, plan: Plan) -> str:
-    """The stats of a generation in one line, and a line for each of several ranks.
+    """The stats of a generation in one line, and a line for each rank if there are several.
 
-    Flash bytes are per token, or totals if the plan reads flash once; ranks' are totals.
+    Flash bytes are per token, or totals if the plan reads flash only once. Those of ranks are totals.
     """
 
     def read(nbytes: int) -> str:
@@ -173,7 +173,7 @@ def _rank_line(stats: RankStats) -> str:
 
 
 def short(number: float) -> str:
-    """A number with three significant digits, or all digits before the point."""
+    """A number with three significant digits, or with all digits before the point if there are more."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 

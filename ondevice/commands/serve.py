@@ -154,7 +154,7 @@ def require_packages() -> None:
 
 
 def _log_plan(resolved: ResolvedModel) -> None:
-    """Log the plan, and the options' effects on the text."""
+    """Log the plan, and what the options change about the text."""
     from ondevice.commands import reports
     from ondevice.serve.metrics import log_event
 
@@ -175,7 +175,7 @@ def _facts(resolved: ResolvedModel) -> ModelFacts:
 
 
 def _budget_of_all() -> int:
-    """The budget that `auto` means for several models together."""
+    """The budget that `auto` means if several models share it."""
     from ondevice.budget.limits import allowance
     from ondevice.units import memory_rooms, process_memory
 

@@ -1,4 +1,4 @@
-"""The part of a command that concerns several machines with one model."""
+"""What a command does if several machines share one model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _transport: MlxTransport | None = None
 
 
 def joined() -> Member | None:
-    """This process as a rank's engine; None if it isn't one."""
+    """This process's membership in the run, as a rank's engine; None if it isn't one."""
     # Importing the ranks' modules takes a quarter of a command's start.
     if CHILD not in os.environ:
         return None
@@ -37,10 +37,10 @@ def joined() -> Member | None:
 
 
 def start(model: str | None, values: dict[str, Any]) -> None:
-    """Start again under a supervisor if `--hosts` is given and this process has none.
+    """Start this command again under a supervisor, if `--hosts` is given and this process has none.
 
-    Removes `hosts` from the options' values, and sets this host's budget. Called before a command reads
-    stdin, which can be read only once. Raises UsageError for options that need a single machine.
+    Removes `hosts` from the options' values, and sets this host's budget. Must be called before a command
+    reads stdin, which can be read only once. Raises UsageError for options that need a single machine.
     """
     if values.get("prompt_cache"):
         require_alone(values, "--prompt-cache")
@@ -57,8 +57,9 @@ def start(model: str | None, values: dict[str, Any]) -> None:
 
 
 def _arguments(model: str | None) -> list[str]:
-    """The command line of ranks other than 0, which only serve layers: the model, and options of running
-    it."""
+    """The command line of ranks other than 0, which only serve layers: the model, and the options of running
+    it.
+    """
     context = get_current_context()
     given = {
         RUNTIME_OPTIONS[name].flag: context.params[name]
@@ -70,7 +71,9 @@ def _arguments(model: str | None) -> list[str]:
 
 
 def require_alone(values: dict[str, Any], what: str) -> None:
-    """Raises UsageError if several machines share the model. what: the feature that needs a single one."""
+    """Check that one machine runs the model. Raises UsageError if several do. what: the feature that needs a
+    single one.
+    """
     if joined() is not None or values.get("hosts"):
         raise UsageError(f"{what} runs on one machine only: leave it out, or run without --hosts")
 
@@ -124,7 +127,7 @@ def _warn_of_pressure(runtime: RuntimeConfig) -> None:
 
 
 def _report(error: Exception) -> None:
-    """Show the error that ends the run on every rank, and have the supervisor end it."""
+    """Print the error that ends the run on every rank, and let the supervisor end the run."""
     member = joined()
     assert member is not None
     code, text = OndeviceError.exit_code, f"{type(error).__name__}: {error}"
@@ -134,11 +137,11 @@ def _report(error: Exception) -> None:
 
 
 def later_layers() -> LaterLayers | None:
-    """The layers of other ranks, for the model of `resolved_part`."""
+    """The layers that other ranks run, for the model of `resolved_part`; None on a single machine."""
     return _later
 
 
 def leave() -> None:
-    """Close the transport after its last messages. Called when the model is closed."""
+    """Close the transport after its last messages, when the model is closed."""
     if _transport is not None:
         _transport.close()

@@ -60,17 +60,19 @@ def is_command(line: str) -> bool:
 
 
 def is_known_command(line: str) -> bool:
-    """Whether a line begins with a known command, as pasted text hardly does by chance."""
+    """Whether a line begins with a known command, which pasted text hardly does by chance."""
     return line.partition(" ")[0] in COMMANDS
 
 
 def message(line: str) -> str:
-    """The message in a line that isn't a command: `//` at its start means one `/`."""
+    """The message in a line that isn't a command. A line that begins with `//` stands for one that begins
+    with `/`.
+    """
     return line.removeprefix("/")
 
 
 def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session) -> str:
-    """Notice for a reply that ended because of its length."""
+    """A notice for a reply that ended because it reached its maximal length."""
     if not stats.context_full:
         return f"(cut short after {sampling.max_tokens} tokens: --max-tokens)"
     if session.when_full == "stop":
@@ -79,7 +81,7 @@ def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session
 
 
 def forgets(model: Model, session: Session) -> str:
-    """Notice for a conversation that has outgrown its context for the first time."""
+    """A notice for a conversation that exceeds its context for the first time."""
     room = "--max-context makes room, " if model.plan.max_context < model.config.max_context else ""
     return (
         f"(the context of {model.plan.max_context} tokens is full: the oldest turns are forgotten, "
@@ -88,7 +90,7 @@ def forgets(model: Model, session: Session) -> str:
 
 
 def advice(error: OndeviceError, session: Session) -> str:
-    """Advice to append to an error in a conversation; empty if there is none."""
+    """Advice to append to an error message in a conversation; empty if there is none."""
     if not isinstance(error, ContextOverflowError):
         return ""
     roles = [said["role"] for said in session.transcript]

@@ -7,7 +7,7 @@ from ondevice.units import format_bytes
 
 
 def speed_lines(forecast: SpeedForecast) -> list[str]:
-    """A table of budgets and their tokens per second, and the origins of the rates."""
+    """A table of budgets with tokens per second, and a line on where the rates come from."""
     full_bytes = forecast.by_budget[-1].budget_bytes
     return [
         "tokens per second to expect at the start of a text, without drafts:",
@@ -23,7 +23,7 @@ def speed_lines(forecast: SpeedForecast) -> list[str]:
 
 
 def speed_words(forecast: SpeedForecast) -> str:
-    """A line on the expected speeds in the smallest budget, and in the one that holds everything."""
+    """A sentence on the expected speed with the smallest budget, and with one that holds everything."""
     least, *_, full = forecast.by_budget * 2
     return (
         f"about {_rate(least)} tokens/s in {format_bytes(least.budget_bytes)}, and {_rate(full)} in "

@@ -24,7 +24,7 @@ def say(message: str, newline: bool = True) -> None:
 
 
 def take_interrupts() -> None:
-    """From now on, turn interrupts into KeyboardInterrupt, so that they can be cleaned up after."""
+    """From now on, let interrupts raise KeyboardInterrupt, so that commands can clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,7 +35,7 @@ def can_ask() -> bool:
 
 
 def confirm(question: str, yes: bool, otherwise: str) -> None:
-    """Ask on stderr, unless `yes`. Raises UsageError with `otherwise` without a positive answer."""
+    """Ask on stderr, unless `yes`. Raises UsageError with the text `otherwise` unless the answer is yes."""
     if yes:
         return
     if not can_ask():
@@ -106,7 +106,9 @@ def _write_dimmed(text: str, write: Callable[[str], None]) -> None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[float, str], None]]:
-    """A callback that shows progress: one updated line on a terminal, a line per tenth elsewhere."""
+    """A context with a callback that shows progress: one updated line at a terminal, a line per tenth
+    elsewhere.
+    """
     terminal = sys.stderr.isatty()
     last = [-1.0, -1.0]
 

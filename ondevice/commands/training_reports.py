@@ -20,7 +20,7 @@ from ondevice.units import format_bytes
 def trained_facts(
     sidecar: Predictors | MultiStreams | ExpertCosts | ExpertUse | Ngrams,
 ) -> dict[str, Any]:
-    """The object that `--json` prints of every training except that of streams."""
+    """The object that `--json` prints for every training except that of streams."""
     shown = asdict(sidecar)
     return {key: value for key, value in shown.items() if key not in ("model", "tokenizer", "sha256", "crcs")}
 
@@ -57,7 +57,7 @@ def expert_cost_table(costs: ExpertCosts) -> str:
 
 
 def _perplexity(point: ExpertCost, baseline: ExpertCost) -> str:
-    """Perplexity, and the percentage by which it exceeds that of the model's number of experts."""
+    """A perplexity, and the percentage by which it exceeds the one with the model's number of experts."""
     if point.perplexity is None:
         return "not finite"
     shown = f"{point.perplexity:<10.3f}"
@@ -67,7 +67,7 @@ def _perplexity(point: ExpertCost, baseline: ExpertCost) -> str:
 
 
 def expert_use_table(use: ExpertUse) -> str:
-    """`train expert-use` for people: hits of caches, by the number of experts that they keep."""
+    """`train expert-use` for people: the hit rates of caches, by the number of experts that they keep."""
     lines = [f"counted on {use.tokens:,} tokens; hits of {use.replayed_tokens:,} by experts kept:"]
     lines += [f"{point.experts:>8,}{100 * point.hits:8.1f} %" for point in use.points]
     return "\n".join(lines)
@@ -86,7 +86,9 @@ def ngrams_table(ngrams: Ngrams) -> str:
 
 
 def stream_facts(streams: MultiStreams, config: ModelConfig) -> dict[str, Any]:
-    """Content of `streams.json`, the parameters that streams add, and those of as many Medusa heads."""
+    """The object that `--json` prints for streams: `streams.json`, the parameters that streams add, and those
+    of as many Medusa heads.
+    """
     return {
         **trained_facts(streams),
         "adapter_parameters": streams.adapter_parameters(config),

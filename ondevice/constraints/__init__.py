@@ -1,1 +1,3 @@
-"""Text that satisfies a JSON schema, a regular expression or a grammar, by masks of allowed tokens."""
+"""Constraints on a text: a JSON schema, a regular expression or a grammar, enforced by masks of allowed
+tokens.
+"""

@@ -1,8 +1,8 @@
-"""Follows one text under a constraint: which tokens may come next, and which must.
+"""Follows one text under a constraint: computes which tokens may come next, and which must.
 
-The grammar's state follows the text alone. Drafts are looked into on a copy of it, so the masks, and with
-them the text, are the same with and without drafts. Where a grammar's limits end, drafts are no longer looked
-into, so that a text meets them where it would without.
+The grammar's state follows the text alone. Drafts are tested on a copy of it, so the masks, and with them the
+text, are the same with and without drafts. Once a grammar's limits are reached, drafts aren't tested, so a
+text reaches the limits at the same token as without drafts.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class Gate(Protocol):
 
     @property
     def kind(self) -> str:
-        """`reply` if the next token belongs to the reply."""
+        """`reply` if the next token belongs to the reply, otherwise another kind."""
 
     @property
     def openers(self) -> frozenset[int]:
-        """Ids of tokens that may come instead of the reply and begin something else."""
+        """Ids of tokens that may come in place of the reply's first token and begin something else."""
 
     def take(self, token: int | None, text: str) -> object:
-        """Follow the text up to `token`, and `token` itself."""
+        """Follow the reply: first the text up to `token`, then `token` itself."""
 
 
 class Constrained:
-    """One text under a constraint. `eos_ids` don't belong to it: they may come where it is satisfied."""
+    """One text under a constraint. `eos_ids` aren't part of it: they may come once the constraint is
+    satisfied.
+    """
 
     def __init__(
         self,
@@ -55,13 +57,13 @@ class Constrained:
         unshared: Callable[[], LLMatcher] | None = None,
         digits: DigitBound | None = None,
     ) -> None:
-        """matcher: at the beginning of what has to obey. gate: None if that is the whole text.
+        """matcher: follows the text that has to obey, from its beginning. gate: None if all text has to obey.
 
-        unshared: makes such a matcher that shares nothing. It takes the place of `matcher` if what other
-        texts and drafts have left of the grammar's limits isn't enough (`catch_up`), so every text has all of
-        them.
+        unshared: makes a new matcher that shares no limits with other texts. It replaces `matcher` if other
+        texts and drafts have used up the grammar's limits (`catch_up`), so that every text has the full
+        limits.
 
-        digits: at the beginning of the same; keeps its numbers short.
+        digits: limits the digits of numbers in the same text.
         """
         self._matcher = matcher
         self._unshared = unshared
@@ -106,18 +108,19 @@ class Constrained:
         return mask
 
     def is_ready(self) -> bool:
-        """Compute the next mask. Returns False if that has to wait for `catch_up`."""
+        """Compute the next mask. Returns False if `catch_up` must run before that is possible."""
         if self._obeys and self._bits is None and not self.lags:
             self._bits = self._matcher.compute_bitmask()
         return not self.lags
 
     @property
     def lags(self) -> bool:
-        """Whether shared limits ended the matcher, so that `catch_up` has to run."""
+        """Whether limits shared with other texts stopped the matcher, so that `catch_up` has to run."""
         return self._unshared is not None and self._matcher.is_error()
 
     def catch_up(self) -> Iterator[None]:
-        """Follow the text anew with an unshared matcher, in pieces, between which other texts may go.
+        """Follow the text from its beginning with an unshared matcher. Yields between pieces, so that other
+        texts may go on.
 
         Raises ConstraintError if the grammar takes more than its limits allow for this text alone.
         """
@@ -138,7 +141,7 @@ class Constrained:
         self._check()
 
     def take(self, token: int, text: str) -> None:
-        """Follow `token`, which joined the text. text: what it completed."""
+        """Follow `token`, which was appended to the text. text: the text that this token completed."""
         self._ahead = self._bits = None
         if self._begun or (self._obeys and token not in self._openers):
             self._begun = True
@@ -164,8 +167,8 @@ class Constrained:
     def proposals(self, path: Sequence[int], propose: Callable[[Sequence[int]], Proposals]) -> Proposals:
         """Draft tokens that may follow the text and the draft tokens `path`.
 
-        A token that is forced is the only one, and certain. Otherwise they are those of `propose(path)` that
-        are allowed there. Behind a grammar's limits they are all of those.
+        If only one token may follow, it is the only proposal, and certain. Otherwise the proposals are those
+        of `propose(path)` that are allowed there, or all of them once the grammar's limits are reached.
         """
         if not self._begun or not self._looks_ahead:
             return propose(path)
@@ -183,7 +186,7 @@ class Constrained:
 
 
 class _Ahead:
-    """Looks beyond the text with a separate matcher."""
+    """Tests drafts beyond the end of the text with a separate matcher."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -205,7 +208,7 @@ class _Ahead:
         return self._go_to(path) and self._matcher.validate_tokens([token]) == 1
 
     def _go_to(self, path: Sequence[int]) -> bool:
-        """Move the matcher to the end of `path`. Returns False if the grammar doesn't lead there."""
+        """Move the matcher to the end of `path`. Returns False if the grammar doesn't allow `path`."""
         common = 0
         for taken, wanted in zip(self._path, path, strict=False):
             if taken != wanted:

@@ -19,13 +19,13 @@ deep rules and references may lead."""
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text has to satisfy, from its first character to its last. Made by one of the class methods.
+    """What a text has to satisfy, from its first character to its last. One of the class methods makes it.
 
     kind: what `source` is: a JSON schema, a regular expression, or a grammar in llguidance's Lark format.
-    most_digits: most digits of numbers in a grammar's text that is JSON between marks without quotes; 0: any
-    number of them. A schema tells it itself.
+    most_digits: the most digits of a number, in a grammar whose JSON stands between marks without quotes; 0
+    for no limit. A schema implies its limit.
 
-    It says nothing of a conversation's thinking: where a model thinks first, its reply obeys.
+    It doesn't apply to thinking: if a model thinks first, only its reply obeys.
     """
 
     kind: Kind
@@ -45,11 +45,12 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
-        """JSON that a schema describes, written as `json.dumps` writes it: one space behind `,` and `:`.
+        """A constraint to JSON that matches a schema, written as `json.dumps` writes it: with one space after
+        `,` and `:`.
 
         schema: the schema, or its JSON text. Objects' keys come in the order of its `properties`.
 
-        Raises ConstraintError for text that isn't JSON, UsageError for another type. Keywords are looked at
+        Raises ConstraintError for text that isn't JSON, UsageError for another type. Keywords are checked
         when a generation begins.
         """
         if isinstance(schema, str):
@@ -66,7 +67,7 @@ class Constraint:
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Any JSON object."""
+        """A constraint to any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod

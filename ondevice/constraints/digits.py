@@ -1,8 +1,8 @@
-"""Bounds the digits of JSON's numbers.
+"""Limits the number of digits in JSON's numbers.
 
-A grammar lets a number go on for ever, and small models do: once in a row of digits, another one is the
-likeliest token. So a text's mask loses the tokens that would make a number longer than it may be, as long as
-others are left.
+A grammar lets a number go on for ever, and small models do: after many digits in a row, another digit is the
+likeliest token. So tokens that would make a number too long are removed from a text's mask, as long as others
+are left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class NumberTokens:
 class _Place(NamedTuple):
     """A place in a JSON text. part: `text`, `string`, `escape`, `number` or `exponent`.
 
-    zeros: of a number's digits, those before the first that isn't 0. digits: the others, or the exponent's.
+    zeros: number of leading zeros among a number's digits. digits: number of its other digits, or of the
+    exponent's.
     """
 
     part: str = "text"
@@ -54,19 +55,21 @@ _TEXT = _Place()
 
 
 class DigitBound:
-    """Bounds the digits in one text of JSON."""
+    """Limits the digits of numbers in one JSON text."""
 
     def __init__(self, tokens: NumberTokens, most_digits: int = DEFAULT_DIGITS) -> None:
         self._tokens, self._most = tokens, most_digits
         self._place = _TEXT
 
     def take(self, token: int) -> None:
-        """Follow a token that joined the text."""
+        """Follow a token that was appended to the text."""
         # A number that had to become longer than it may be is followed no further than that.
-        self._place = self._behind(token, self._place, bounded=False) or _TEXT
+        self._place = self._place_after(token, self._place, bounded=False) or _TEXT
 
     def bounded(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """(V,) a mask without the tokens that make a number too long; unchanged if none would be left."""
+        """A mask (V,) without the tokens that make a number too long. Unchanged if it would have no tokens
+        left.
+        """
         place, tokens = self._place, self._tokens
         if place.part in ("string", "escape") and tokens.longest <= self._most:
             return mask
@@ -74,15 +77,15 @@ class DigitBound:
         if place.part != "exponent" and counted + tokens.longest < self._most:
             return mask
         allowed = tokens.ids[mask[tokens.ids]]
-        wrong = [token for token in allowed.tolist() if self._behind(token, place) is None]
+        wrong = [token for token in allowed.tolist() if self._place_after(token, place) is None]
         if not wrong:
             return mask
         narrowed = mask.copy()
         narrowed[wrong] = False
         return narrowed if narrowed.any() else mask
 
-    def _behind(self, token: int, place: _Place, bounded: bool = True) -> _Place | None:
-        """The place after a token; None, if `bounded`, where a number would be too long."""
+    def _place_after(self, token: int, place: _Place, bounded: bool = True) -> _Place | None:
+        """The place after a token. None if `bounded` and a number would be too long."""
         reached: _Place | None = place
         for byte in self._tokens.token_bytes[token]:
             reached = self._next(byte, reached or _TEXT, bounded)
@@ -116,7 +119,9 @@ class DigitBound:
 
 
 def most_digits(schema: Any) -> int:
-    """Most digits of a number in a schema's values: as in the longest that it names, or DEFAULT_DIGITS."""
+    """The most digits that a number may have: as many as the longest number in the schema, but at least
+    DEFAULT_DIGITS.
+    """
     counts = (
         _digits(it) for each in walked(schema) for key in _NAMING if key in each for it in _numbers(each[key])
     )
@@ -124,7 +129,7 @@ def most_digits(schema: Any) -> int:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """All numbers in a value."""
+    """Yields all numbers in a value."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -133,6 +138,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _digits(number: int | float) -> int:
-    """Digits of a number that is written without an exponent, or DEFAULT_DIGITS."""
+    """The number of digits of a number that is written without an exponent; at least DEFAULT_DIGITS."""
     digits = format(Decimal(repr(number)), "f").lstrip("-0.").replace(".", "")
     return max(DEFAULT_DIGITS, len(digits))

@@ -1,7 +1,7 @@
 """Finds references in a JSON schema that no finite value satisfies, such as a list that must hold itself.
 
-A grammar of such a schema leads a text on and on: nothing that it may write ever ends. So those references
-become `false`, and a schema that needs one is refused before a text begins.
+A text under the grammar of such a schema could never end. So those references become `false`, and a schema
+that needs one is refused before a text begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def without_endless(root: Any) -> Any:
 
 
 class _Search:
-    """The references of a schema that end: the least fixed point."""
+    """Computes which references of a schema can end, as a least fixed point."""
 
     def __init__(self, root: Any, pointers: list[str]) -> None:
         self.ending: set[str] = set()
@@ -72,7 +72,7 @@ class _Search:
                 waiting += users[pointer]
 
     def ends(self, schema: Any) -> bool:
-        """Whether a schema has a finite value, as far as its references are known to end."""
+        """Whether a schema has a finite value, judged by the references that are known to end so far."""
         self._visit()
         if not isinstance(schema, dict):
             return schema is not False

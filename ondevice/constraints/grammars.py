@@ -1,8 +1,8 @@
 """Reads constraints as grammars over one model's tokens. The only module that needs llguidance.
 
 llguidance (https://github.com/guidance-ai/llguidance) walks a trie of all tokens with an Earley parser over
-regular expressions' derivatives. Here are its limits: what a constraint takes is bounded in time and memory,
-whoever wrote it.
+regular expressions' derivatives. This module sets its limits, so that every constraint, whoever wrote it, is
+bounded in time and memory.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ _EMPTY = re.compile(r'"(enum|type|anyOf|oneOf)": \[\]')
 class GrammarVocabulary:
     """A model's tokens, as grammars need them.
 
-    token_bytes: what each id adds to a text; empty for ids that add nothing. special: ids of special tokens
-    by name. eos_ids: ids that end a text. encode: ids of a text, special tokens' names being plain text.
+    token_bytes: the bytes that each id adds to a text; empty for ids that add nothing. special: ids of
+    special tokens by name. eos_ids: ids that end a text. encode: returns the ids of a text, in which names of
+    special tokens are plain text.
     """
 
     token_bytes: Sequence[bytes]
@@ -96,13 +97,13 @@ def grammars_bytes(vocab_size: int, texts: int) -> int:
     Measured (`tests/benchmarks/explain/constraint_memory.py`): a token takes 123 to 136 bytes in llguidance's
     table, and some 45 as Python's bytes.
 
-    vocab_size: number of its tokens. texts: number of its texts that may run together.
+    vocab_size: number of the model's tokens. texts: number of texts that may run together.
     """
     return (4 << 20) + 200 * vocab_size + (MAX_KEPT + texts) * GRAMMAR_BYTES
 
 
 class Grammars:
-    """One model's constraints, as matchers. Safe from any thread."""
+    """Turns constraints into matchers for one model's tokens. Safe from any thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         """Raises BackendUnavailableError without llguidance, OndeviceError if it can't use the vocabulary."""
@@ -125,9 +126,10 @@ class Grammars:
             )
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the beginning of a text, which shares its lexer's states with other texts.
+        """A matcher for a new text. It shares the states of its lexer with other texts.
 
-        Raises ConstraintError for what can't be enforced, takes too much, or allows no text.
+        Raises ConstraintError for a constraint that can't be enforced, takes too much time or memory, or
+        allows no text.
         """
         with self._lock:
             grammar = self._kept.pop(constraint, None)
@@ -139,14 +141,14 @@ class Grammars:
             return grammar.deep_copy()
 
     def unshared_matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the beginning of a text that shares nothing. Raises what `matcher` raises."""
+        """A matcher for a new text that shares nothing with other texts. Raises what `matcher` raises."""
         with self._lock:
             # What the limits have stopped once isn't kept for others.
             self._kept.pop(constraint, None)
             return _on_deep_stack(lambda: self._read(constraint))
 
     def digit_bound(self, constraint: Constraint) -> DigitBound | None:
-        """A bound of the numbers in a text of JSON; None for a constraint without one."""
+        """The limit on digits for a new text of JSON; None for a constraint that has no such limit."""
         is_schema = constraint.kind == "json_schema"
         most = most_digits(json.loads(constraint.source)) if is_schema else constraint.most_digits
         return DigitBound(self._numbers, most) if most else None
@@ -187,7 +189,7 @@ def require_package() -> None:
 
 
 class _Spelling:
-    """A vocabulary in the form of llguidance's TokenizerWrapper."""
+    """A vocabulary in the form that llguidance's TokenizerWrapper takes."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.tokens = list(vocabulary.token_bytes)
@@ -203,7 +205,7 @@ class _Spelling:
         self._prefix = vocabulary.encode(_PLAIN_PREFIX)
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text inside another. Raises TypeError for bytes, by which the wrapper learns to pass
+        """Token ids of a text. Raises TypeError for bytes, from which the wrapper learns that it must pass
         texts.
         """
         if not isinstance(text, str):
@@ -214,7 +216,9 @@ class _Spelling:
 
 
 def _refusal(what: str, message: str, source: str = "") -> ConstraintError:
-    """The error for llguidance's message about `source`, naming the keyword at fault if there is one."""
+    """The error for a message of llguidance about `source`. It names the keyword at fault, if
+    there is one.
+    """
     message = message.partition("\n<state>")[0].strip()[:300]
     if message.startswith("NoExtensionBias"):
         message = _NO_TEXT

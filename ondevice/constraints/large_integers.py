@@ -1,8 +1,8 @@
 """Grammar rules for schemas with integers above 2^53, which llguidance rounds to the next double.
 
-The values on the way to such a number have rules here, and everything else is left to llguidance. A keyword
-that has no rule on that way is refused by name. Beside a number, properties come in the order of
-`properties`, and ones that aren't listed don't come.
+Values that contain such a number get rules here, and everything else is left to llguidance. In these values,
+a keyword without a rule is refused by name. Properties of an object with such a number come in the order of
+`properties`, and properties that aren't listed can't occur.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _STRING = r'/"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/'
 
 
 def exact_rule(schema: Any, leaf: Callable[[Any], str]) -> str | None:
-    """A rule for a schema, in llguidance's Lark format; None if it names no integer above 2^53.
+    """A rule for a schema, in llguidance's Lark format; None if the schema has no integer above 2^53.
 
-    leaf: writes a schema without one. Raises ConstraintError for a keyword without a rule, and for bounds
-    that no number meets.
+    leaf: writes the rule for a schema without such an integer. Raises ConstraintError for a keyword without a
+    rule, and for bounds that no number meets.
     """
     writer = _RuleWriter(schema, leaf)
     return writer.value(schema, 0) if writer.is_large(schema) else None
@@ -79,7 +79,7 @@ class _RuleWriter:
             waiting_users += more
 
     def is_large(self, schema: Any) -> bool:
-        """Whether the schema's values may contain a number bounded or named by a large integer."""
+        """Whether the schema's values may contain a number that a large integer limits or equals."""
         return id(schema) in self._large
 
     def value(self, schema: Any, depth: int) -> str:
@@ -127,7 +127,7 @@ class _RuleWriter:
         return _either(parts)
 
     def _is_said_of(self, schema: dict[str, Any], keyword: str) -> bool:
-        """Whether a keyword of the schema concerns large integers."""
+        """Whether a keyword of the schema applies to values with large integers."""
         value = schema.get(keyword)
         if keyword in _BOUNDS:
             return _has_large(value)
@@ -181,7 +181,7 @@ class _RuleWriter:
         return f'("[" ({body}){"" if least else "?"} "]")' if body else '("[" "]")'
 
     def _listed(self, schema: dict[str, Any]) -> str:
-        """The listed values of the types that the schema has."""
+        """A rule for the listed values, as far as they have one of the schema's types."""
         _only(schema, ("type", *_LISTED, *_BOUNDS))
         values = [schema["const"]] if "const" in schema else schema["enum"]
         fits = [it for it in values if _is_of(it, schema)] if isinstance(values, list) else []
@@ -192,7 +192,7 @@ class _RuleWriter:
         return _either([*map(_literal, texts), *([self._plain({"enum": others})] if others else [])])
 
     def _plain(self, schema: Any) -> str:
-        """A schema without large integers, with the definitions of the complete one."""
+        """The rule for a schema without large integers, which gets the definitions of the complete schema."""
         if schema is False:
             raise _impossible("anyOf")
         if not isinstance(schema, dict) or not isinstance(self._root, dict):
@@ -201,7 +201,7 @@ class _RuleWriter:
         return self._leaf(defined | schema)
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
-        """The schemas that a schema's values, or parts of them, have to satisfy."""
+        """The schemas that must hold for a schema's values, or for parts of them."""
         parts = [schema.get(key) for key in ("items", "additionalProperties", "additionalItems")]
         parts += [it for key in ("allOf", "anyOf", "prefixItems", "items") for it in _list(schema.get(key))]
         for key in ("properties", "patternProperties"):
@@ -210,7 +210,9 @@ class _RuleWriter:
 
 
 def _number(schema: Mapping[str, Any], integral: bool) -> str:
-    """A number within its bounds: an integer, or if not `integral` one with a fraction as well."""
+    """A rule for numbers within the schema's bounds: for integers only, or also with a fraction unless
+    `integral`.
+    """
     least, most = _bounds(schema)
     if least is not None and most is not None and least > most:
         raise _impossible("minimum")
@@ -225,9 +227,9 @@ def _number(schema: Mapping[str, Any], integral: bool) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The smallest and the largest integer within a schema's bounds; None for no bound.
+    """The smallest and the largest integer within a schema's bounds; None where there is no bound.
 
-    Bounds that only a number of more than MAX_DIGITS digits exceeds are none.
+    A bound that only numbers of more than MAX_DIGITS digits can exceed counts as none.
     """
     given: dict[str, Decimal] = {}
     for key in _BOUNDS:
@@ -246,7 +248,9 @@ def _bounds(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _integers(least: int | None, most: int | None) -> str:
-    """A pattern of the integers from `least` to `most`, where None is no bound; empty if there are none."""
+    """A pattern that matches the integers from `least` to `most`; None means no bound. Empty if there are
+    none.
+    """
     if least is not None and most is not None and least > most:
         return ""
     patterns = []
@@ -259,7 +263,7 @@ def _integers(least: int | None, most: int | None) -> str:
 
 
 def _naturals(least: int, most: int | None) -> str:
-    """A pattern of the integers from `least`, 0 or more, to `most`."""
+    """A pattern that matches the integers from `least`, which is 0 or more, to `most`."""
     if most is None:
         longer = f"[1-9][0-9]{{{len(str(least))},}}"
         return f"{_naturals(least, 10 ** len(str(least)) - 1)}|{longer}"
@@ -272,7 +276,7 @@ def _naturals(least: int, most: int | None) -> str:
 
 
 def _between(low: str, high: str) -> str:
-    """A pattern of the digits from `low` to `high`, which are equally many."""
+    """A pattern that matches the numbers from `low` to `high`, two texts with the same number of digits."""
     if low == high:
         return low
     if len(low) == 1:
@@ -293,16 +297,18 @@ def _between(low: str, high: str) -> str:
 
 
 def _joined(parts: Sequence[tuple[str, bool]]) -> str:
-    """The members of an object, each with whether it is required, separated by commas."""
+    """A rule for an object's members separated by commas. parts: each member's rule, and whether it is
+    required.
+    """
     needed = next((at for at, (_, must) in enumerate(parts) if must), None)
     if needed is not None:
         before = " ".join(f'({pair} ", ")?' for pair, _ in parts[:needed])
-        return f"{before} {parts[needed][0]} {_behind(parts[needed + 1 :])}"
-    begun = [f"{pair} {_behind(parts[at + 1 :])}" for at, (pair, _) in enumerate(parts)]
+        return f"{before} {parts[needed][0]} {_joined_after(parts[needed + 1 :])}"
+    begun = [f"{pair} {_joined_after(parts[at + 1 :])}" for at, (pair, _) in enumerate(parts)]
     return f"({' | '.join(begun)})?" if begun else ""
 
 
-def _behind(parts: Sequence[tuple[str, bool]]) -> str:
+def _joined_after(parts: Sequence[tuple[str, bool]]) -> str:
     return " ".join(f'(", " {pair}){"" if must else "?"}' for pair, must in parts)
 
 
@@ -317,7 +323,7 @@ def _literal(text: str) -> str:
 
 
 def _only(schema: Mapping[str, Any], keywords: Sequence[str]) -> None:
-    """Raises ConstraintError for a keyword about a value that isn't one of `keywords`."""
+    """Check that keywords that limit a value are all in `keywords`. Raises ConstraintError for another."""
     about = next((key for key in schema if key in _ALL and key not in keywords), None)
     if about is not None:
         raise ConstraintError(
@@ -328,7 +334,7 @@ def _only(schema: Mapping[str, Any], keywords: Sequence[str]) -> None:
 
 
 def _is_of(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a listed value has one of the schema's types, and lies within its bounds."""
+    """Whether a listed value has one of the schema's types and is within its bounds."""
     given = schema.get("type", list(_TYPES))
     types = given if isinstance(given, list) else [given]
     if isinstance(value, bool) or not isinstance(value, int | float):

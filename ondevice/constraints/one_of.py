@@ -1,9 +1,9 @@
 """Makes the branches of a `oneOf` exclude one another, so that it can become an `anyOf`.
 
-llguidance has no `oneOf`. A branch is narrowed until it provably shares no value with any other branch as
-that one was given: by types, by a property that tells them apart (`"kind": {"const": "circle"}`), or by a
-property that one requires and the other then forbids. What the narrowed branches allow is thus allowed by
-exactly one of the given ones.
+llguidance has no `oneOf`. So each branch is narrowed until it provably shares no value with any other
+original branch: by types, by a property that tells them apart (`"kind": {"const": "circle"}`), or by a
+property that one requires and the other then forbids. So exactly one of the original branches allows each
+value that the narrowed branches allow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DEPTH = 6
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts that hold for every value that a branch allows; others may hold too."""
+    """Facts that hold for every value that a branch allows. Further facts may hold that aren't recorded."""
 
     types: frozenset[str] = TYPES
     values: tuple[Any, ...] | None = None
@@ -35,14 +35,16 @@ class _Facts:
     """Whether objects have no other properties."""
 
     def schema_of(self, name: str) -> Any:
-        """The schema of a property: False if it isn't allowed, True if nothing is known."""
+        """The schema of a property: False if the property isn't allowed, True if nothing is known
+        about it.
+        """
         return dict(self.properties).get(name, not self.closed)
 
 
 def exclusive(branches: list[Any], root: Any) -> list[Any] | None:
     """The branches, narrowed so that each excludes all others; None if that can't be proven.
 
-    root: the whole schema, where references lead.
+    root: the complete schema, into which references point.
     """
     if len(branches) > MAX_BRANCHES:
         return None
@@ -86,7 +88,7 @@ def _apart(facts: _Facts, other: _Facts, root: Any) -> _Facts | None:
 
 
 def _exclude(one: _Facts, other: _Facts, root: Any, depth: int) -> bool:
-    """Whether no value satisfies the facts of both."""
+    """Whether no value can satisfy the facts of both."""
     shared = one.types & other.types
     if not shared:
         return True
@@ -105,9 +107,9 @@ def _exclude(one: _Facts, other: _Facts, root: Any, depth: int) -> bool:
 
 
 def _facts(schema: Any, root: Any, depth: int) -> _Facts:
-    """The facts of a schema's values, from references and `allOf` too.
+    """The facts about a schema's values, including those from references and `allOf`.
 
-    Of a reference nothing else is: before draft 2019-09, what stands beside it didn't count.
+    If the schema has a reference, keywords next to it are ignored, as before draft 2019-09.
     """
     if schema is False:
         return _Facts(types=frozenset())
@@ -144,7 +146,9 @@ def _facts_of_keywords(schema: dict[str, Any]) -> _Facts:
 
 
 def _both(one: _Facts, other: _Facts) -> _Facts:
-    """The facts of values that satisfy both. For a property in both, one schema is enough."""
+    """The facts about values that satisfy both. If both know a schema of a property, one of the
+    two is kept.
+    """
     return _Facts(
         one.types & other.types,
         other.values if one.values is None else one.values,
@@ -172,12 +176,12 @@ def _type_of(value: Any) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON, where true isn't 1. Containers compare as in Python."""
+    """Whether two values are equal in JSON, where true and 1 differ. Containers compare as in Python."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def _narrowed(branch: Any, given: _Facts, narrowed: _Facts) -> Any:
-    """A branch with the keywords that narrow it."""
+    """A branch with additional keywords that narrow it from the facts `given` to the facts `narrowed`."""
     more: dict[str, Any] = {}
     if narrowed.types != given.types:
         more["type"] = sorted({"fraction": "number"}.get(name, name) for name in narrowed.types)

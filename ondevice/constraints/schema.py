@@ -1,8 +1,8 @@
 """Rewrites JSON schemas into the part of JSON Schema that llguidance implements.
 
-Every text that the new schema allows is valid under the old one; where that can't be had, a keyword is left
-as it is, and llguidance refuses it by name. Keywords that only describe, such as a format that is none of
-llguidance's, are dropped: JSON Schema calls them annotations.
+Every text that the new schema allows is valid under the old one. If that isn't possible, a keyword is left as
+it is, and llguidance refuses it by name. Keywords that only describe (JSON Schema calls them annotations),
+such as a format that llguidance doesn't know, are dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prepared(source: str) -> str:
 
 
 def json_rule(constraint: Constraint) -> str:
-    """A schema as part of a Lark grammar's rule: `start: "<call>" <this> "</call>"`.
+    """A schema written as a part of a rule in a Lark grammar: `start: "<call>" <this> "</call>"`.
 
     constraint: one that `json_schema` or `json_object` made. Raises ConstraintError.
     """
@@ -52,7 +52,9 @@ def json_rule(constraint: Constraint) -> str:
 
 
 def exact_grammar(constraint: Constraint) -> str | None:
-    """A schema with integers above 2^53 as a Lark grammar; None for others. Raises ConstraintError."""
+    """The Lark grammar for a schema with integers above 2^53; None for other schemas. Raises
+    ConstraintError.
+    """
     rule = exact_rule(_prepared(constraint.source), _json_rule)
     return None if rule is None else f"start: {rule}"
 
@@ -91,7 +93,7 @@ def _drop_formats(schema: dict[str, Any], root: Any) -> None:
 
 
 def _always_or_never(schema: dict[str, Any], root: Any) -> None:
-    """Rewrite keywords whose schemas are `true` or `false`, which llguidance lacks."""
+    """Rewrite keywords whose schemas are `true` or `false`, which llguidance doesn't accept."""
     for key, nothing in (("uniqueItems", False), ("unevaluatedItems", True), ("unevaluatedProperties", True)):
         if schema.get(key) in (nothing, {}):
             del schema[key]
@@ -118,7 +120,7 @@ def _truth(schema: Any) -> bool | None:
 
 
 def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
-    """Rewrite Draft 4's boolean exclusive bounds."""
+    """Rewrite the boolean exclusive bounds of Draft 4."""
     for bound in ("minimum", "maximum"):
         name = f"exclusive{bound.capitalize()}"
         if isinstance(schema.get(name), bool) and schema.pop(name) and bound in schema:
@@ -126,7 +128,7 @@ def _exclusive_bounds(schema: dict[str, Any], root: Any) -> None:
 
 
 def _dependencies(schema: dict[str, Any], root: Any) -> None:
-    """Rewrite dependencies: either the property is absent, or the rest holds."""
+    """Rewrite dependencies as alternatives: either the property is absent, or what depends on it holds."""
     cases: list[Any] = []
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         given = schema.get(key)
@@ -145,7 +147,7 @@ def _dependencies(schema: dict[str, Any], root: Any) -> None:
 
 
 def _property_names(schema: dict[str, Any], root: Any) -> None:
-    """Rewrite a pattern of all property names. Listed names beside it are left for llguidance to refuse."""
+    """Rewrite a pattern for all property names. Names listed as well are left for llguidance to refuse."""
     names = schema.get("propertyNames")
     if names is True or names == {}:
         del schema["propertyNames"]
@@ -176,7 +178,7 @@ def _one_of(schema: dict[str, Any], root: Any) -> None:
 
 
 def _add_parts(schema: dict[str, Any], parts: list[Any]) -> None:
-    """Require the schema's values to satisfy `parts` as well."""
+    """Require that the schema's values also satisfy `parts`."""
     if parts:
         schema["allOf"] = [*schema.get("allOf", []), *parts]
 

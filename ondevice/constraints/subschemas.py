@@ -36,7 +36,7 @@ def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dic
 
 
 def walked(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas in it, except booleans. References aren't followed."""
+    """Yields a schema and all schemas in it, except booleans. References aren't followed."""
     if isinstance(schema, dict):
         yield schema
         inner: list[Any] = []
@@ -46,7 +46,7 @@ def walked(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def referred(pointer: Any, root: Any) -> Any:
-    """The schema that a reference within the document names; None if there is none."""
+    """The schema that a reference within the document points to; None if there is none."""
     # Anchors and other documents aren't looked into.
     if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")) or "%" in pointer:
         return None

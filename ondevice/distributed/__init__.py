@@ -1,1 +1,1 @@
-"""Several machines that run one model: each has a range of its layers."""
+"""Runs one model on several machines, each of which has a range of its layers."""

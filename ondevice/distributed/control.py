@@ -1,8 +1,8 @@
 """The control channel: small JSON objects, one a line, between supervisors, and between a supervisor and its
 engine.
 
-Both ends say `beat` once a second. What arrives is hostile: lines, fields and what waits to be sent are
-limited, and whatever breaks a rule closes the connection.
+Both ends send `beat` once a second. Incoming data may be hostile: the sizes of lines, fields and the send
+queue are limited, and a broken rule closes the connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ MAX_WAITING_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank's first message. port: where its part of the ring can listen; 0 if the ring is known already."""
+    """A rank's first message. port: a port at which it can listen for the ring; 0 if the ring's addresses are
+    already known.
+    """
 
     rank: int
     size: int
@@ -45,7 +47,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Go:
-    """Rank 0's answer once every rank is there. dram_budget: of the receiving rank; "" for its machine's
+    """Rank 0's answer once every rank has connected. dram_budget: the receiving rank's budget, or "" for its
     default.
     """
 
@@ -58,7 +60,9 @@ class Go:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ends the run. code: the exit code. broken: whether a neighbour's end may be the cause."""
+    """Reports an error that ends the run. code: the exit code. broken: whether the end of a neighbour may be
+    the cause.
+    """
 
     rank: int
     code: int
@@ -71,7 +75,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class End:
-    """The run is over, as rank 0 wants it."""
+    """Tells that the run is over because rank 0 has finished."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "end"}
@@ -79,7 +83,7 @@ class End:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life."""
+    """Tells that the sender is alive."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "beat"}
@@ -87,7 +91,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Ready:
-    """This rank's engine is about to join MLX's ring."""
+    """Tells that this rank's engine is about to join MLX's ring."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "ready"}
@@ -95,7 +99,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Join:
-    """Every rank's engine is ready: all join the ring now."""
+    """Tells that every rank's engine is ready, so that all join the ring now."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "join"}
@@ -165,7 +169,7 @@ class Link:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what is queued. Returns True if nothing is left."""
+        """Send the queued bytes, as far as the connection accepts them. Returns True if none are left."""
         try:
             while self._waiting and not self.closed:
                 self._waiting = self._waiting[self.socket.send(self._waiting) :]
@@ -176,7 +180,7 @@ class Link:
         return not self._waiting
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived. Raises RankError for what isn't one."""
+        """The messages that have arrived. Raises RankError for a line that isn't a message."""
         try:
             data = self.socket.recv(MAX_LINE_BYTES)
         except BlockingIOError:

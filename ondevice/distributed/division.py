@@ -1,9 +1,9 @@
 """Divides a model's layers among machines by their speed and memory.
 
-A token goes through all ranks one after another, so the time of a token is the sum of the ranks' and of the
-hops between them. A rank's time is that of computing its layers or of reading what its budget doesn't hold,
-whichever takes longer, as the two overlap. All divisions of the model are compared, by dynamic programming
-over the places where it can be cut. This module opens no file and asks no machine: figures are given.
+A token goes through all ranks one after another, so its time is the sum of the ranks' times and of the hops
+between them. A rank computes its layers and reads what its budget doesn't hold at the same time, so the
+longer of the two counts. All divisions of the model are compared, by dynamic programming over the places
+where it can be cut. This module opens no file and contacts no machine: it gets all figures as arguments.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RankResources:
     """The resources of one machine.
 
     Args:
-        name: of the machine, for people.
+        name: the machine's name, for people.
         budget_bytes: its DRAM budget.
-        process_bytes: memory of its process, all but the model.
+        process_bytes: memory of its process without the model.
         compute_bytes_per_second: weights in memory that it multiplies by one token in a second.
         flash_bytes_per_second: bytes that it reads from flash in a second, in reads as its plan makes them.
-        layers: the first that its bundle has, and the one behind the last; None: it has all.
+        layers: the first layer in its bundle, and one past the last; None if it has all layers.
     """
 
     name: str
@@ -60,13 +60,13 @@ class RankResources:
     layers: tuple[int, int] | None = None
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether its bundle has layers `first` to `stop` - 1."""
+        """Whether the machine's bundle has layers `first` to `stop` - 1."""
         return self.layers is None or self.layers[0] <= first < stop <= self.layers[1]
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's layers, `first` to `stop` - 1, their plan, and a token's cost there."""
+    """A rank's layers, `first` to `stop` - 1, with their plan and the time that a token takes in them."""
 
     name: str
     first: int
@@ -102,12 +102,12 @@ class Division:
 
     @property
     def hops(self) -> int:
-        """Hops of a token: none on one machine, else around the ring."""
+        """Number of hops of a token: 0 on one machine, otherwise one per rank, around the ring."""
         return len(self.shares) if len(self.shares) > 1 else 0
 
     @property
     def seconds_per_token(self) -> float:
-        """Predicted seconds of a token that is decoded without drafts."""
+        """Predicted seconds for a token that is decoded without drafts."""
         return sum(share.seconds for share in self.shares) + self.hops * self.hop_seconds
 
 
@@ -121,14 +121,14 @@ def divide(
     """The division of a model with the least predicted time per token.
 
     Args:
-        bundle: the whole model.
-        runtime: options, settled but for the budget. Rank 0 drafts as they say.
+        bundle: the complete model.
+        runtime: settled options, except for the budget. Rank 0 drafts as they say.
         ranks: in order; rank 0 has the embedding and the head.
         hop_seconds: time of a message from one rank to the next.
         draft_model_bytes: memory of a second model that drafts, on rank 0.
 
     Raises UnsupportedModelError if the model can't be cut into as many parts, UsageError if slices on the
-    machines lack layers, BudgetError if budgets are too small, with what would do.
+    machines lack layers, and BudgetError, which says what would be enough, if budgets are too small.
     """
     config = bundle.config
     bounds = (0, *cut_places(config), config.num_layers)
@@ -170,7 +170,7 @@ def divide(
 
 
 def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> str:
-    """An error's text for slices that don't form a model of `num_layers` consecutive layers."""
+    """The text of an error for slices that together don't make a model of `num_layers` consecutive layers."""
     owned = ((it.name, it.layers or (0, num_layers)) for it in ranks)
     have = ", ".join(f"{rank} has {layer_words(first, stop)}" for rank, (first, stop) in owned)
     return (
@@ -180,7 +180,7 @@ def slices_lack(name: str, num_layers: int, ranks: Sequence[RankResources]) -> s
 
 
 def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
-    """The BudgetError for the division that lacks least memory."""
+    """The error for budgets that are too small, made from the division that lacks the least memory."""
     short = [it for it in shares if not it.plan.suffices]
     lines = (
         f"{it.name} has {_size(it.plan.budget_bytes)} of the {_size(it.plan.minimum_budget_bytes)} for "
@@ -195,12 +195,11 @@ def _too_small(name: str, shares: Sequence[RankShare]) -> BudgetError:
 
 
 def fastest(seconds: NDArray[np.float64]) -> list[int] | None:
-    """Indices of the bounds of the ranks' ranges in the best division; None if none is possible.
+    """The best division, as indices of the bounds between the ranks' ranges; None if no division is possible.
 
-    The sum of the ranks' seconds is within `TOLERANCE` of the least; of such divisions, it has the least
-    maximum.
+    Among the divisions whose sum of seconds is within `TOLERANCE` of the least, it has the smallest maximum.
 
-    seconds: (R, B, B) of rank r between bounds i and j, infinite where that isn't possible.
+    seconds: (R, B, B), of rank r with the layers between bounds i and j; infinite if that isn't possible.
     """
     least, _ = least_sum(seconds)
     if not np.isfinite(least):
@@ -220,7 +219,7 @@ def fastest(seconds: NDArray[np.float64]) -> list[int] | None:
 def least_sum(costs: NDArray[np.float64]) -> tuple[float, list[int]]:
     """The smallest sum of all ranks' costs, and the indices of the bounds of their consecutive ranges.
 
-    costs: (R, B, B) of rank r between bounds i and j, infinite where j isn't behind i.
+    costs: (R, B, B), of rank r with the layers between bounds i and j; infinite if j doesn't come after i.
     """
     ranks, count, _ = costs.shape
     best, before = np.full(count, np.inf), []
@@ -248,7 +247,7 @@ def rank_bundle(bundle: Bundle, first: int, stop: int) -> Bundle:
 
 
 class _Ranges:
-    """Plans of ranges of layers, one for each different range."""
+    """The plans of ranges of layers. Equal ranges share one plan."""
 
     def __init__(self, bundle: Bundle, runtime: RuntimeConfig, draft_model_bytes: int) -> None:
         config = bundle.config
@@ -267,7 +266,7 @@ class _Ranges:
         self._shares: dict[Any, RankShare] = {}
 
     def share(self, rank: int, resources: RankResources, first: int, stop: int) -> RankShare:
-        """A rank's part under its budget."""
+        """The share of a rank that has layers `first` to `stop` - 1, planned under its budget."""
         # Machines are often equal.
         key = rank == 0, replace(resources, name=""), first, stop
         if key not in self._shares:
@@ -288,7 +287,7 @@ class _Ranges:
         return RankShare(resources.name, first, stop, plan, of_token, seconds)
 
     def _planned(self, first: int, stop: int, embeds: bool) -> tuple[ModelConfig, Plan]:
-        """A range's config and plan, without a budget and without the process's memory."""
+        """The config and the plan of a range of layers, without a budget and without the process's memory."""
         bundle, layer_slice = self._bundle, slice(first, stop)
         streams = bundle.streams and part_streams(bundle.streams, layer_slice)
         predictors = bundle.predictors and part_predictors(bundle.predictors, layer_slice)

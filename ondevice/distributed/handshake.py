@@ -1,8 +1,9 @@
-"""The handshake of ranks: what each has is compared, layers are divided, and each plans its own.
+"""The handshake of ranks: it compares what they have and divides the layers; then each rank plans its part.
 
-All of it goes around the ring. Rank 0 sends its options; every rank adds what it has, and rank 0 compares.
-Then each measures its speed on a layer, and rank 0 divides; every rank plans its range and adds the context
-that it has room for. Then all take the shortest context, and every rank adds the room that it has for states.
+All messages go around the ring. First, rank 0 sends its options, every rank adds what it has, and rank 0
+compares. Then each measures its speed on a layer, rank 0 divides the layers, and every rank plans its range
+and adds the context that it has room for. At last, all take the shortest of these contexts, and every rank
+adds the room that it has for states.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True)
 class RankCard:
-    """What a rank has: the model's hash, its first and one-past-last layer, and its device.
+    """What a rank has: the model's hash, its first layer and one past its last, and its device.
 
-    predictors, streams: hashes of the sidecars that rank 0's options use; `NONE` for one that they don't use,
-    or that isn't there.
+    predictors, streams: hashes of the sidecars that rank 0's options use; `NONE` for a sidecar that isn't
+    used or is missing.
     """
 
     digest: str
@@ -74,9 +75,9 @@ class RankCard:
 def handshake_as_first(
     transport: Transport, bundle: Bundle, runtime: RuntimeConfig
 ) -> tuple[ResolvedModel, RemoteLayers]:
-    """Rank 0's side: its planned layers, and the other ranks' as remote layers.
+    """Rank 0's side of the handshake. Returns its planned layers, and the other ranks' layers as remote ones.
 
-    Raises RankError and UsageError where ranks differ, UnsupportedModelError, and what `resolve` raises.
+    Raises RankError and UsageError if ranks differ, UnsupportedModelError, and what `resolve` raises.
     """
     runtime = replace(runtime, memory_pressure="off")
     settled, draft_bytes = _settled(bundle, runtime, transport.size)
@@ -110,7 +111,8 @@ def handshake_as_first(
 def handshake_as_other(
     transport: Transport, open_bundle: Callable[[], Bundle], runtime: RuntimeConfig
 ) -> ResolvedModel:
-    """Another rank's side: its planned layers. runtime: this machine's options.
+    """The side of every other rank in the handshake. Returns its planned layers. runtime: this machine's
+    options.
 
     Raises RankError for messages that break a rule, what `open_bundle` and `resolve` raise, and BudgetError.
     """
@@ -144,22 +146,22 @@ def handshake_as_other(
 
 
 def _settled(bundle: Bundle, runtime: RuntimeConfig, count: int) -> tuple[RuntimeConfig, int]:
-    """Rank 0's options, settled, and the memory of a draft model in bytes.
+    """Rank 0's options with all defaults settled, and the memory of a draft model in bytes.
 
-    Nothing else is kept of the resolved model: its tokenizer would lie in memory beside that of this rank's
-    part, and count against the budget.
+    Nothing else of the resolved model is kept: its tokenizer would take memory in addition to that of this
+    rank's part, and count against the budget.
     """
     settled = settled_for(bundle, runtime, count)
     return settled.runtime, 0 if settled.draft is None else settled.draft.nbytes
 
 
 def part(bundle: Bundle, layers: tuple[int, int], runtime: RuntimeConfig) -> ResolvedModel:
-    """Layers `layers[0]` to `layers[1]` - 1, resolved."""
+    """The resolved model of layers `layers[0]` to `layers[1]` - 1."""
     return resolve(rank_bundle(bundle, *layers), runtime)
 
 
 def card(bundle: Bundle, runtime: RuntimeConfig) -> RankCard:
-    """What this rank has, to be compared with other ranks. runtime: rank 0's options, settled."""
+    """What this rank has, to be compared with other ranks. runtime: rank 0's settled options."""
     first = bundle.config.part.first
     return RankCard(
         model_digest(bundle.manifest),
@@ -179,9 +181,9 @@ def _used_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> dict[str, str]:
 
 
 def device(backend: str) -> str:
-    """The device that multiplies, as far as texts differ by it.
+    """The name of the device that multiplies, equal for devices that write the same text.
 
-    Every instruction set gives the bits of the others. MLX's kernels differ by its release and the GPU.
+    All instruction sets give the same bits. MLX's results differ by its release and by the GPU.
     """
     if backend != "mlx":
         return backend
@@ -224,10 +226,10 @@ def _divided(
     hop_seconds: float,
     draft_bytes: int,
 ) -> Sequence[tuple[int, int]]:
-    """Each rank's layers: the fastest division that the ranks' bundles allow.
+    """Each rank's range of layers, in the fastest division that the ranks' bundles allow.
 
-    A slice on rank 0 knows no other layers, so that every rank runs what its slice has. Raises what `divide`
-    raises, and UsageError for slices that don't make the whole model.
+    If rank 0 has only a slice, it can't plan other layers, so every rank runs the layers of its slice. Raises
+    what `divide` raises, and UsageError for slices that together don't make the model.
     """
     num_layers = bundle.config.model_layers
     if bundle.config.num_layers == num_layers:
@@ -240,7 +242,9 @@ def _divided(
 
 
 def _hop_seconds(transport: Transport) -> float:
-    """Seconds of a message from one rank to the next: the fastest trip around, divided by its hops."""
+    """Seconds that a message takes from one rank to the next: the fastest trip around the ring divided by its
+    hops.
+    """
     trips = []
     for _ in range(PINGS):
         began = time.perf_counter()
@@ -254,7 +258,7 @@ def _shared(runtime: RuntimeConfig) -> dict[str, Any]:
 
 
 def _with_options(runtime: RuntimeConfig, section: Section) -> RuntimeConfig:
-    """`runtime` with rank 0's options, which RuntimeConfig checks."""
+    """`runtime` with the options that rank 0 sent. RuntimeConfig checks them."""
     chosen = {name: section.get(name) for name in SHARED_OPTIONS}
     section.close()
     try:
@@ -304,7 +308,7 @@ def _ranges(value: object, ranks: int) -> list[tuple[int, int]]:
 
 
 def _around(transport: Transport, message: dict[str, Any], read: Callable[[Section], T]) -> list[T]:
-    """Rank 0: send a message around, and return each other rank's addition, in order."""
+    """Rank 0's step: send a message around the ring, and return what each other rank added, in order."""
     transport.send(canonical_json(message | {"added": []}), [])
     answer = _received(transport)
     with _peer():

@@ -2,7 +2,7 @@
 
 MLX's format (https://ml-explore.github.io/mlx/build/html/usage/distributed.html) is a list of hosts, or an
 object with `hosts`, `backend` and `envs`. A host has `ssh` and `ips`; here it may also have `dram_budget`.
-`rdma`, which MLX has for Thunderbolt, is let pass.
+`rdma`, which MLX uses for Thunderbolt, is allowed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostEntry:
     """One machine of a host file.
 
     `ssh` is the name by which ssh reaches it, `ips` are its addresses for activations, the first of them for
-    control too. `dram_budget` is a size as `--dram-budget` takes it, or None for what holds there.
+    control too. `dram_budget` is a size as `--dram-budget` takes it, or None for the default on that machine.
     """
 
     ssh: str
@@ -48,19 +48,21 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class HostFile:
-    """A host file. `envs` are environment variables of every rank (`NAME=value`)."""
+    """A host file: its hosts, and `envs`, environment variables for every rank (`NAME=value`)."""
 
     hosts: tuple[HostEntry, ...]
     envs: tuple[str, ...] = ()
 
 
 def read_hosts(path: str | Path) -> tuple[HostEntry, ...]:
-    """The hosts of a host file, rank 0 first. Raises UsageError, which names the file and what is wrong."""
+    """The hosts in a host file, rank 0 first. Raises UsageError, which names the file and what is wrong in
+    it.
+    """
     return read_host_file(path).hosts
 
 
 def read_host_file(path: str | Path) -> HostFile:
-    """A complete host file. Raises UsageError, which names the file and what is wrong."""
+    """All of a host file's content. Raises UsageError, which names the file and what is wrong in it."""
     path = Path(path).expanduser()
     where = f"the host file {path}"
     if not path.is_file():
@@ -76,7 +78,7 @@ def read_host_file(path: str | Path) -> HostFile:
 
 @contextmanager
 def named_budget(budget: str) -> Iterator[None]:
-    """A context whose BudgetErrors say that the budget comes from the host file. budget: "" if it doesn't."""
+    """A context whose BudgetErrors say that the budget comes from the host file, unless `budget` is ""."""
     try:
         yield
     except BudgetError as error:
@@ -134,7 +136,7 @@ def _require_address(text: str, where: str) -> None:
 
 
 def _budget(section: Section) -> str:
-    """`dram_budget`: a text, or a number of bytes. Percentages are of that host's memory."""
+    """A host's `dram_budget`: a text or a number of bytes. Percentages refer to that host's memory."""
     value = section.get("dram_budget")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UsageError(f"{section.where}.dram_budget must be a size such as 4GB, or a number of bytes")

@@ -33,8 +33,8 @@ _MAX_ARGUMENTS, _MAX_CHARS = 64, 1 << 16
 def start_ranks(path: str, arguments: Sequence[str]) -> None:
     """Check a host file, and prepare this command to start again as rank 0's supervisor.
 
-    arguments: of `ondevice` on the other ranks. The caller raises StartAgainError. Raises UsageError and
-    BackendUnavailableError.
+    arguments: the command-line arguments of `ondevice` on the other ranks. The caller raises StartAgainError.
+    Raises UsageError and BackendUnavailableError.
     """
     _hosts(path)
     _launcher_command()
@@ -44,7 +44,7 @@ def start_ranks(path: str, arguments: Sequence[str]) -> None:
 def launch(text: str) -> int:
     """Start the ranks of a host file, supervise rank 0 until all end, and return the exit code.
 
-    text: as `start_ranks` puts it into the environment.
+    text: what `start_ranks` stored in the environment.
     """
     del os.environ[FRONT]
     try:
@@ -85,11 +85,11 @@ def _launcher_command() -> list[str]:
 
 
 class MlxLauncher:
-    """`mlx.launch`, for all ranks but 0, which has the terminal.
+    """Runs `mlx.launch` for all ranks except 0, which has the terminal.
 
-    mlx.launch keeps a core busy while it waits. Once the ranks are there nothing of it is needed, so it is
-    stopped until the end. It is in a process group of its own: Ctrl-C is rank 0's, and the system ends a
-    stopped group whose parent has died.
+    mlx.launch keeps a core busy while it waits. Once the ranks run, it has nothing to do, so it is stopped
+    until the end. It gets a separate process group, so that Ctrl-C goes to rank 0 alone, and so that the
+    system ends the stopped group if its parent dies.
     """
 
     def __init__(self, hosts: HostFile, place: RankPlace, arguments: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class MlxLauncher:
         )
 
     def _last_output(self) -> str:
-        """The last output of the launcher and the ranks."""
+        """The last lines that the launcher and the ranks printed."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _SHOWN_CHARS))
         said = _STYLE.sub("", self._output.read().decode(errors="replace")).strip()

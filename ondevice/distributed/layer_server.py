@@ -1,8 +1,8 @@
-"""Runs a range of a model's layers for rank 0, on every other rank, with that range's part of all states.
+"""Runs a range of a model's layers for rank 0. Every other rank runs one, and holds its part of all states.
 
-It takes a pass from the rank before, runs its layers, and hands it to the next; the last rank hands the
-result to rank 0. Before a pass it repeats what changed states on rank 0 meanwhile. Any error ends it: what
-the ranks hold would differ from then on.
+It receives a pass from the rank before, runs its layers, and sends the pass to the next rank; the last one
+sends the result to rank 0. Before a pass it repeats the changes that were made to states on rank 0. Any error
+ends it, since the ranks' states would differ from then on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def state_layout(resolved: ResolvedModel) -> KVLayout:
 
 
 def state_room(resolved: ResolvedModel) -> StateRoom:
-    """The room that a rank with this part of a model has for states, by its plan."""
+    """The room for states that the plan leaves on a rank with this part of a model."""
     plan = resolved.plan
     return StateRoom.of(state_layout(resolved), plan.kv_limit_bytes, resolved.widths, plan.offloads_weights)
 
@@ -59,7 +59,7 @@ def serve_layers(
 
 
 class LayerServer:
-    """Serves the layers of `transformer` on the thread that made it."""
+    """Serves the layers of `transformer`, on the thread that creates this object."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class LayerServer:
                 transport.send(*pack(Message("result", result=replace(state, inputs=None))))
 
     def _run(self, passed: PassMessage) -> tuple[PassState, bool]:
-        """The state after this rank's layers, and whether rank 0 waits for it."""
+        """The state of the pass after this rank's layers, and whether rank 0 waits for it."""
         transformer, batch = self._transformer, passed.batch
         parts = tuple(
             SequencePart(part.batch, self._at(part.sequence, part.position)) for part in passed.parts
@@ -170,12 +170,12 @@ class LayerServer:
 
     @property
     def _is_before_streams(self) -> bool:
-        """Whether the stream layers are all on later ranks."""
+        """Whether all layers with streams are on later ranks."""
         streams = self._transformer.streams
         return streams is None or streams.first_layer >= self._transformer.config.num_layers
 
     def _at(self, number: int, position: int) -> SequenceState:
-        """The state of a sequence, which must hold `position` tokens. Raises RankError."""
+        """The state of a sequence. Raises RankError unless it holds `position` tokens."""
         kv = self._state(number)
         if kv.length != position:
             raise RankError(
@@ -191,7 +191,7 @@ class LayerServer:
         return self._states[number]
 
     def _let_go(self, number: int) -> None:
-        """Free the state of a sequence that has no more tokens, or is replaced by a copy."""
+        """Free the state of a sequence that has no tokens left, or that a copy replaces."""
         kv = self._states.pop(number, None)
         if kv is not None:
             kv.truncate(0)

@@ -1,4 +1,4 @@
-"""The engine's side of its supervisor: heartbeats both ways, and errors to be told to other ranks."""
+"""The engine's side of the link to its supervisor: heartbeats both ways, and errors for other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ HEAD_START_SECONDS = 0.2
 
 
 class Member:
-    """This process as a rank's engine. A thread keeps in touch with the supervisor, and ends with it."""
+    """This process in its role as a rank's engine. A thread exchanges heartbeats with the supervisor, and
+    ends when it ends.
+    """
 
     def __init__(self, place: EnginePlace) -> None:
         self.place = place
@@ -32,10 +34,11 @@ class Member:
         threading.Thread(target=self._live, name="ondevice-member", daemon=True).start()
 
     def report(self, code: int, message: str, broken: bool) -> bool:
-        """Tell the supervisor of an error, which it reports on every rank. Returns False if it can't be told.
+        """Report an error to the supervisor, which passes it on to every rank. Returns False if it can't be
+        reached.
 
-        code: the exit code. broken: a neighbour's end may be the cause. The supervisor then ends this
-        process, once it knows better.
+        code: the exit code. broken: whether the end of a neighbour may be the cause; then the supervisor
+        waits for that rank's error, and ends this process.
         """
         with self._sending:
             self._link.send(Failure(self.place.rank, code, message, broken))
@@ -48,10 +51,10 @@ class Member:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """A context for joining MLX's ring on the main thread, entered when every rank is there.
+        """A context for joining MLX's ring on the main thread. It is entered when every rank is ready.
 
-        MLX waits for its neighbours without letting another thread run, so that a timer of the system ends
-        the process if one never comes.
+        MLX blocks all threads while it waits for its neighbours, so a timer of the system ends the process if
+        one never comes.
         """
         with self._sending:
             self._link.send(Ready())
@@ -67,9 +70,10 @@ class Member:
             signal.alarm(0)
 
     def leave(self) -> None:
-        """Wait for the supervisor's sign of life before the process ends: nothing else ends a stopped one.
+        """Wait for a sign of life from the supervisor before the process ends: if it is stopped, nothing else
+        would end it.
 
-        Rank 0's user needn't wait: an old one is enough.
+        On rank 0 an old sign of life is enough, so that the user needn't wait.
         """
         began = time.monotonic() - (0 if self.place.rank else 2 * BEAT_SECONDS)
         while self._link.heard < began:
@@ -105,11 +109,13 @@ _joined: Member | None = None
 
 
 def join(text: str) -> None:
-    """Make this process a rank's engine. text: of `EnginePlace.to_text`. Called once, by the entry point."""
+    """Make this process a rank's engine. text: the result of `EnginePlace.to_text`. The entry point calls it
+    once.
+    """
     global _joined
     _joined = Member(EnginePlace.from_text(text))
 
 
 def joined() -> Member | None:
-    """This process as a rank's engine, or None."""
+    """This process in its role as a rank's engine; None if it isn't one."""
     return _joined

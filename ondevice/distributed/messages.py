@@ -1,7 +1,7 @@
 """Messages between ranks: a pass between two layers, its result, and changes of sequences' states.
 
-A message is a small JSON header, parsed strictly, and arrays whose bits are kept. All that comes from another
-machine is hostile: sizes are compared with the model before anything is used. Legend as in
+A message is a small JSON header, parsed strictly, and arrays whose bits are preserved. Data from another
+machine may be hostile: its sizes are compared with the model before anything is used. Legend as in
 `model/layer_range.py`.
 """
 
@@ -40,9 +40,10 @@ Kind = Literal["pass", "result", "changes", "stats", "end"]
 class Change(NamedTuple):
     """A change of a sequence's state on rank 0, which the other ranks repeat.
 
-    cut: keep `value` tokens. fork: make `value` a copy. expect: a text of `value` tokens begins. keep: of the
-    tree that is stored from position `value` on, the nodes `rows`. accept: the rows of the last pass's batch
-    that joined a text, of whichever sequence. mark: a prompt of `value` tokens begins.
+    The kinds are: cut: keep only `value` tokens. fork: copy the state to sequence `value`. expect: a text of
+    `value` tokens begins. keep: keep only the nodes `rows` of the tree stored from position `value` on.
+    accept: the rows of the last pass's batch that were accepted, of all sequences. mark: a prompt of `value`
+    tokens begins.
     """
 
     kind: ChangeKind
@@ -52,7 +53,7 @@ class Change(NamedTuple):
 
 
 class SequenceTokens(NamedTuple):
-    """The tokens of one sequence in a pass, which follow `position` tokens of its state."""
+    """The tokens of one sequence in a pass. They follow `position` tokens in its state."""
 
     sequence: int
     position: int
@@ -71,13 +72,13 @@ class PassMessage:
 
     @property
     def batch(self) -> ForwardBatch:
-        """The batch of all parts."""
+        """The batch of the pass, made of the tokens of all sequences."""
         return self.parts[0].batch if len(self.parts) == 1 else joint_batch(it.batch for it in self.parts)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message: changes to make first, and a pass or the state behind one."""
+    """A message: the changes to make first, and then a pass, or the state after one."""
 
     kind: Kind
     changes: tuple[Change, ...] = ()
@@ -92,7 +93,7 @@ Packed = tuple[bytes, list[Array]]
 
 
 def pack(message: Message) -> Packed:
-    """The header and the arrays of a message."""
+    """The header and the arrays that a message is sent as."""
     header: dict[str, Any] = {"kind": message.kind, "changes": [it._asdict() for it in message.changes]}
     arrays: list[Array] = []
     if message.kind == "stats":
@@ -147,9 +148,9 @@ def _state_header(state: PassState, arrays: list[Array]) -> dict[str, Any]:
 def unpack(
     header: bytes, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool = False
 ) -> Message:
-    """The message of a header and arrays. Raises RankError unless it fits this model.
+    """The message that was sent as a header and arrays. Raises RankError if it doesn't fit this model.
 
-    config: of the receiver's layers. streams: of a token; 0 without any. entered: whether an earlier rank has
+    config: the receiver's layers. streams: number of streams of a token. entered: whether an earlier rank has
     the layer that streams enter.
     """
     reader = _MessageReader(arrays, config, streams, entered)
@@ -177,7 +178,7 @@ _RANK_STATS: dict[str, Rule] = {
 
 
 class _MessageReader:
-    """Takes the arrays of one message, in order."""
+    """Reads the arrays of one message, in order."""
 
     def __init__(self, arrays: Sequence[Array], config: ModelConfig, streams: int, entered: bool) -> None:
         self._arrays = list(arrays)
@@ -235,7 +236,7 @@ class _MessageReader:
         return message
 
     def _check_state(self, message: PassMessage) -> None:
-        """Raises BundleError unless the state has the rows of its pass."""
+        """Check that the state in a message has the rows of its pass. Raises BundleError if not."""
         batch, state = message.batch, message.state
         rows = tokens = len(batch.tokens)
         streamed = message.streamed
@@ -262,7 +263,9 @@ class _MessageReader:
             raise BundleError(f"per-layer inputs are {state.inputs.shape}; they must be of {tokens} tokens")
 
     def _check_results(self, message: PassMessage, tokens: int) -> None:
-        """Raises BundleError unless earlier ranks added what rank 0 wants of them."""
+        """Check that earlier ranks added the results that rank 0 wants from them. Raises
+        BundleError if not.
+        """
         state, first = message.state, self._config.part.first
         taps = sum(tap < first for tap in message.taps)
         if [len(it) for it in state.tapped] != [tokens] * taps:
@@ -314,7 +317,7 @@ def _tree(parents: list[int]) -> TokenTree:
 
 
 def _streamed_rows(section: Section, tokens: int) -> tuple[int, ...]:
-    """Rows of the tokens with streams in a pass of `tokens` tokens. Raises BundleError for others."""
+    """The rows with streams in a pass of `tokens` tokens. Raises BundleError for invalid ones."""
     rows = section.integers("rows", tokens, 0, max(0, tokens - 1))
     section.close()
     _require_ascending(rows, "tokens with streams")

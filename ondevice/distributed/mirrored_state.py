@@ -1,6 +1,6 @@
-"""Sequence states of which other ranks hold parts, and the log of changes to them.
+"""States of sequences, of which other ranks hold parts, and the log of changes that these must repeat.
 
-Nothing of it takes a trip of its own: changes go out with the next pass, in the order in which they came.
+No change needs a separate trip: changes are sent with the next pass, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ondevice.model.sequence_state import SequenceState
 
 
 class ChangeLog:
-    """Changes that other ranks have yet to make, and the numbers of sequences.
+    """The changes that other ranks have yet to make, and the numbers of sequences.
 
-    flush: called when there are as many as a message holds; it takes them.
+    flush: called when the log has as many changes as a message holds; it must `take` them.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
@@ -38,13 +38,13 @@ class ChangeLog:
             self._flush()
 
     def take(self) -> tuple[Change, ...]:
-        """All changes, which are then considered made."""
+        """All changes, in order. They are removed from the log."""
         changes, self._changes = tuple(self._changes), []
         return changes
 
 
 class MirroredState(SequenceState):
-    """A state whose truncation and copying are logged. Passes themselves say what they add."""
+    """A sequence's state that logs when it is truncated or copied. Tokens that passes add aren't logged."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class MirroredState(SequenceState):
         self._log.add(Change("cut", self.number, self.length))
 
     def kept(self, start: int, path: Sequence[int]) -> None:
-        """Note that of the tree from position `start` on only the nodes of `path` will stay."""
+        """Record that only the nodes of `path` will be kept of the tree stored from position `start` on."""
         self._log.add(Change("keep", self.number, start, tuple(path)))
 
     def _empty(self) -> MirroredState:

@@ -1,6 +1,6 @@
-"""A process's place among the ranks, read from the environment that started it.
+"""A process's place among the ranks, read from environment variables.
 
-Imports little, because supervisors stay small.
+Imports little, because supervisors must stay small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ VARIABLES = {CHILD, CONTROL, FRONT, *_SIZES}
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank among `size`, and the address of rank 0's supervisor. `addresses` is the ring's, if known."""
+    """A process's rank among `size`, and the address of rank 0's supervisor. `addresses`: those of the ring,
+    if known.
+    """
 
     rank: int
     size: int
@@ -41,9 +43,10 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """A rank as its engine sees it.
+    """The place of an engine among the ranks.
 
-    fd: of the connection to its supervisor. dram_budget: what the host file says, "" for nothing.
+    fd: descriptor of the connection to its supervisor. dram_budget: the budget in the host file, or "" if it
+        has none.
     other_process_bytes: memory of its supervisor, and of what started the other ranks.
     """
 
@@ -54,12 +57,12 @@ class EnginePlace:
     other_process_bytes: int = 0
 
     def to_text(self) -> str:
-        """The place as a value for the environment."""
+        """The place as a text for an environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> EnginePlace:
-        """The place from `to_text`'s value. Raises UsageError for any other."""
+        """The place described by the text that `to_text` returned. Raises UsageError for any other text."""
         try:
             section = Section(parse_json(text.encode(), CHILD), CHILD)
             budget = section.get("dram_budget") and section.text("dram_budget", _MAX_TEXT)
@@ -71,15 +74,16 @@ class EnginePlace:
 
 
 def control_text(control: tuple[str, int], size: int, token: str) -> str:
-    """The value of CONTROL for launched ranks."""
+    """The value of the environment variable CONTROL for ranks that are launched."""
     return f"{control[0]}:{control[1]}/{size}/{token}"
 
 
 def find_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """The place of a process that `--hosts` or mlx.launch with its ring started; None for a single one.
+    """The place of a process that was started by `--hosts`, or by mlx.launch with its ring; None for a single
+    process.
 
-    Raises UsageError for an environment that contradicts itself, and for ranks without a ring: each would run
-    the whole model by itself.
+    Raises UsageError for variables that contradict each other, and for ranks without a ring, since each of
+    them would run the complete model alone.
     """
     rank = environment.get("MLX_RANK")
     if CONTROL in environment:
@@ -139,7 +143,7 @@ def _ring(path: str) -> tuple[tuple[str, ...], ...]:
 
 
 def checked_ring(value: object) -> tuple[tuple[str, ...], ...]:
-    """The ring's addresses, `ip:port` of each rank. Raises RankError for another value."""
+    """The ring's addresses, `ip:port` for each rank, checked. Raises RankError for an invalid value."""
     if not isinstance(value, list) or len(value) > MAX_RANKS:
         raise RankError(f"the ring must be a list of at most {MAX_RANKS} lists of addresses")
     ring = []
@@ -159,11 +163,13 @@ def _address(value: object) -> str:
 
 
 def _is_ipv4(text: str) -> bool:
-    """True for four decimal numbers without leading zeros, as MLX reads them."""
+    """True for four decimal numbers without leading zeros, which is all that MLX reads."""
     parts = text.split(".")
     return len(parts) == 4 and all(_is_number(it) and int(it) < 256 and str(int(it)) == it for it in parts)
 
 
 def _is_number(text: str) -> bool:
-    """True for at most five digits of ASCII. `isdecimal` takes other scripts' too, which MLX can't read."""
+    """True for one to five ASCII digits. `isdecimal` would also accept digits of other scripts, which MLX
+    can't read.
+    """
     return text.isascii() and text.isdecimal() and len(text) <= 5

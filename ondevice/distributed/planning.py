@@ -1,7 +1,7 @@
 """The division of a model among the hosts of a host file, planned on rank 0 before anything runs.
 
-Other machines say what they can do over the ring when they run. Here they can't be asked, so
-that they count as machines like this one, but for budgets that the host file names.
+When ranks run, they report over the ring what they can do. Here they can't be contacted, so they count as
+machines like this one, except for budgets in the host file.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SUPERVISOR_BYTES, LAUNCHER_BYTES = 25_000_000, 27_000_000
 
 @dataclass(frozen=True)
 class PlannedDivision:
-    """A division, and the source of its figures.
+    """A division of a model among hosts, and where its figures come from.
 
-    runtime: the options that it was made for. here: what was measured of this machine, rank 0.
+    runtime: the options that it was made for. here: what was measured on this machine, rank 0.
     """
 
     division: Division
@@ -84,8 +84,8 @@ def plan_model(
 def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[HostEntry]) -> PlannedDivision:
     """Divide a model among hosts, rank 0 on this machine, without asking the others.
 
-    bundle: whole. runtime: its budget is that of hosts without one of their own. Raises what `resolve` and
-    `divide` raise.
+    bundle: the complete model. runtime: options, whose budget counts for hosts without a budget in the host
+    file. Raises what `resolve` and `divide` raise.
     """
     budgets = [str(runtime.dram_budget if it.dram_budget is None else it.dram_budget) for it in hosts]
     more_bytes = RING_BYTES + SUPERVISOR_BYTES if len(hosts) > 1 else 0
@@ -112,9 +112,9 @@ def plan_hosts(bundle: Bundle, runtime: RuntimeConfig, hosts: Sequence[HostEntry
 
 
 def settled_for(bundle: Bundle, runtime: RuntimeConfig, count: int, more_bytes: int = 0) -> ResolvedModel:
-    """Rank 0's options, settled with as few layers as it may have beside `count` - 1 other ranks.
+    """Rank 0's options, settled for the fewest layers that it may have next to `count` - 1 other ranks.
 
-    more_bytes: memory that the rank's processes will take and don't take yet.
+    more_bytes: memory that the rank's processes will take but don't take yet.
 
     Raises what `resolve` raises, and BudgetError if even these don't fit.
     """
@@ -138,7 +138,7 @@ def settled_for(bundle: Bundle, runtime: RuntimeConfig, count: int, more_bytes: 
 
 
 def _notes(hosts: Sequence[HostEntry], budgets: Sequence[str]) -> tuple[str, ...]:
-    """Notes on what the figures rest on."""
+    """Sentences on what the figures are based on."""
     if len(hosts) == 1:
         return ()
     notes = [

@@ -10,8 +10,10 @@ from ondevice.errors import OndeviceError
 
 
 def take_place() -> int | None:
-    """Run as a supervisor and return its exit code; or return None, after joining a supervisor if there is
-    one.
+    """Act as this process's place among the ranks requires.
+
+    A supervisor runs here until the end; returns its exit code. An engine connects to its supervisor; returns
+    None, as in a process that is neither.
     """
     from ondevice.distributed.supervisor import say, supervise
 

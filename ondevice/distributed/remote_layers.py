@@ -1,7 +1,7 @@
 """Rank 0's side of the layers on other ranks: sends passes around the ring, and receives their results.
 
-A pass of which nothing is wanted, as of a prompt's chunks but the last, isn't waited for: the next rank
-computes it while this one goes on.
+If a pass has no result that is wanted, such as a chunk of a prompt before the last, rank 0 doesn't wait: the
+next rank computes it while rank 0 continues.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ both ends of a prompt; with 64, narrower passes lose as much as that gains."""
 
 @dataclass(frozen=True)
 class StateRoom:
-    """Another rank's room for states.
+    """The memory that another rank has for states.
 
-    Its part of states takes block_bytes for a block, state_bytes for recurrent layers' states and ahead_bytes
-    for the inputs of tokens that run ahead of them, of limit_bytes. chain_rows, tree_rows: its `RowWidths`.
-    offloads: 1 where weights may have to come from flash, else 0.
+    limit_bytes: all of it. block_bytes: what a block takes there. state_bytes: what the states of recurrent
+    layers take. ahead_bytes: what the inputs of tokens that run ahead of these states take. chain_rows,
+    tree_rows: its `RowWidths`. offloads: 1 if weights may have to come from flash, else 0.
     """
 
     block_bytes: int
@@ -52,9 +52,10 @@ class StateRoom:
     offloads: int = 0
 
     def part_bytes(self, layout: KVLayout, nbytes: int) -> int:
-        """Bytes on that rank of a block or buffer that takes nbytes on rank 0, which has this layout.
+        """Bytes that a block or buffer takes on that rank, if it takes nbytes on rank 0 with this layout.
 
-        Sizes tell the kinds apart. Should two kinds have one, the larger there counts.
+        The kind of block is recognised by its size. If two kinds have the same size, the larger result
+        counts.
         """
         states = layout.states
         sizes_here = (layout.block_bytes, states.nbytes, states.ahead_bytes)
@@ -63,17 +64,17 @@ class StateRoom:
 
     @staticmethod
     def of(layout: KVLayout, limit_bytes: int, widths: RowWidths, offloads: bool) -> StateRoom:
-        """The room of a rank with this layout."""
+        """The room for states of a rank with this layout."""
         states, rows = layout.states, (widths.chain, widths.tree)
         sizes = (layout.block_bytes, states.nbytes, states.ahead_bytes)
         return StateRoom(*sizes, limit_bytes, *rows, int(offloads))
 
 
 class RemoteLayers:
-    """`LaterLayers` over a ring of ranks. A model has it on its own thread."""
+    """The `LaterLayers` of a model that run on a ring of other ranks. Used on the model's thread only."""
 
     def __init__(self, transport: Transport, config: ModelConfig, rooms: Sequence[StateRoom] = ()) -> None:
-        """config: of this rank's layers. rooms: of the other ranks."""
+        """config: this rank's layers. rooms: the room for states on each other rank."""
         self._transport = transport
         self._config = config
         self._rooms = rooms
@@ -103,8 +104,8 @@ class RemoteLayers:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """A context for messages. What was sent can't be taken back, so after a failure no pass may
-        follow.
+        """A context for exchanging messages. Messages can't be taken back, so no pass may follow a failed
+        exchange.
         """
         self._ended = True
         try:
@@ -116,7 +117,7 @@ class RemoteLayers:
                 self.on_failure(error)
 
     def _received(self, forward: ForwardPass, streams: int) -> PassState:
-        """The result of the pass that was sent."""
+        """The result that comes back for the pass that was just sent."""
         message = unpack(*self._transport.receive(), self._config, streams)
         if message.result is None:
             raise RankError(f"another rank sent a {message.kind} where a pass's result was due")
@@ -147,7 +148,7 @@ class RemoteLayers:
         return ""
 
     def require_context(self, layout: KVLayout, n_tokens: int) -> None:
-        """Raises BudgetError unless every rank has room for the states of one text of n_tokens."""
+        """Check the room for states. Raises BudgetError unless every rank has room for a text of n_tokens."""
         blocks, states = layout.blocks(n_tokens), layout.states.buffers(n_tokens)
         for rank, room in enumerate(self._rooms, 1):
             needed = blocks * room.block_bytes + states * room.state_bytes + room.ahead_bytes * layout.drafts
@@ -192,7 +193,7 @@ class RemoteLayers:
         return message.stats
 
     def end(self) -> None:
-        """Tell the other ranks that no pass will follow. Idempotent."""
+        """Tell the other ranks that no more passes follow. Idempotent."""
         if not self._ended:
             self._ended = True
             self._transport.send(*pack(Message("end")))
@@ -205,7 +206,7 @@ class RemoteLayers:
             self._transport.send(*pack(Message("changes", self._log.take())))
 
     def _check(self, forward: ForwardPass, result: PassState) -> None:
-        """Raises RankError unless a result has the rows of its pass."""
+        """Check a result. Raises RankError unless it has the rows of its pass."""
         rows = tokens = len(forward.batch.tokens)
         if result.entered != (forward.streamed is not None):
             raise RankError("another rank's result has streams that its pass has not, or lacks them")
@@ -231,7 +232,7 @@ def _mirrored(kv: SequenceState) -> MirroredState:
 
 
 def in_host_memory(state: PassState, backend: Backend) -> PassState:
-    """The state of a pass as float32 arrays that a message holds."""
+    """The state of a pass with its arrays copied to float32 arrays in host memory, for a message."""
 
     def host(array: Any) -> Any:
         return None if array is None else np.ascontiguousarray(backend.to_numpy(array), dtype=np.float32)
@@ -240,7 +241,7 @@ def in_host_memory(state: PassState, backend: Backend) -> PassState:
 
 
 def in_backend(state: PassState, backend: Backend) -> PassState:
-    """The state of a pass of a message, as the backend has arrays."""
+    """The state of a pass with its arrays, which came in a message, converted to the backend's arrays."""
 
     def loaded(array: Any) -> Any:
         return None if array is None else backend.load_vector(array.reshape(-1)).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Measures what this machine can do with a model, on one of its layers and on the disk that holds it."""
+"""Measures how fast this machine can run a model, on one of its layers and on the disk that holds it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MAX_SECONDS = 0.5
 def measured_resources(bundle: Bundle, runtime: RuntimeConfig, name: str) -> RankResources:
     """This machine's resources for a model under these options, including `runtime.dram_budget`.
 
-    bundle: whole, or a slice; a layer of it is loaded, and its memory given back. runtime: settled but for
-    the budget. Takes about a second, more where the disk hasn't been measured yet. Raises what loading
-    raises.
+    bundle: the complete model or a slice. One of its layers is loaded, and its memory is freed afterwards.
+    runtime: settled options, except for the budget. Takes about a second, or longer if the disk hasn't been
+    measured yet. Raises what loading raises.
     """
     held = held_bytes()
     budget = parse_budget(runtime.dram_budget, auto=usable_bytes())
@@ -52,7 +52,7 @@ def measured_resources(bundle: Bundle, runtime: RuntimeConfig, name: str) -> Ran
 
 
 def usable_bytes() -> int:
-    """The budget in bytes that `auto` means on this machine for a larger model."""
+    """The bytes that `auto` means as a budget on this machine, for a model that needs more."""
     return allowance(held_bytes(), memory_rooms()).usable_bytes
 
 
@@ -62,13 +62,14 @@ def device_costs_of(bundle: Bundle) -> CostModel:
 
 
 def compute_rate(bundle: Bundle, runtime: RuntimeConfig, budget_bytes: int, process_bytes: int) -> float:
-    """Bytes of weights a second that this machine multiplies by one token, with all of them in memory.
+    """Bytes of weights per second that this machine multiplies by one token's activations, with all weights
+    in memory.
 
     Measured in mode `dense`, or `experts`, on the fewest layers that can be cut out of the model's middle.
 
-    bundle, runtime: as in `measured_resources`. budget_bytes: what these layers may take with the process.
-    What they lack of it is read, and makes the rate lower. Raises BudgetError if it isn't enough for a
-    context and a layer.
+    bundle, runtime: as in `measured_resources`. budget_bytes: memory that these layers and the process may
+    take. Weights that don't fit are read from flash, which lowers the rate. Raises BudgetError if it isn't
+    enough for a context and a layer.
     """
     part = _middle(bundle)
     config = part.config
@@ -111,7 +112,7 @@ def _middle(bundle: Bundle) -> Bundle:
 
 
 def _pass_seconds(model: Transformer, kv: SequenceState) -> float:
-    """Seconds of the fastest pass of one token through all layers; slower ones were disturbed."""
+    """Seconds of a pass of one token through all layers: the fastest of several, as others are disturbed."""
     config, backend = model.config, model.backend
     x = np.random.default_rng(1).standard_normal(config.hidden_size).astype(np.float32)
     row = np.ones(config.per_layer_width, np.float32)

@@ -1,7 +1,8 @@
-"""A rank's supervisor: its engine's parent process, and the rank's end of the control channel.
+"""A rank's supervisor: the parent process of its engine, and the rank's end of the control channel.
 
-Rank 0's supervisor stands in the middle. Every supervisor ends its engine, says why and exits as soon as any
-rank dies, stalls, differs or fails. It imports little, because it stays beside the engine.
+All other supervisors are connected to that of rank 0. Every supervisor ends its engine, says why and exits as
+soon as any rank dies, stalls, differs or fails. It imports little, because it stays in memory next to the
+engine.
 """
 
 from __future__ import annotations
@@ -55,30 +56,30 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Launcher(Protocol):
-    """The starter of the other ranks, if this supervisor started them. `pid`: its process, which stays to the
-    end.
+    """Starts the other ranks, if this supervisor started them. `pid`: its process, which stays
+    until the end.
     """
 
     pid: int
 
     def failure(self) -> str | None:
-        """Why the other ranks can no longer come; None if they can."""
+        """The reason why the other ranks can't come any more; None if they can."""
 
     def joined(self) -> None:
-        """Called once all ranks are there."""
+        """Called once all ranks have connected."""
 
     def budget(self, rank: int) -> str:
-        """The memory budget of a rank in the host file; "" for none."""
+        """A rank's memory budget in the host file; "" if it has none."""
 
     def ring_ip(self, rank: int) -> str:
         """The address at which a rank's neighbours reach it."""
 
     def end(self) -> str:
-        """End what was started, unless it ends by itself, and return its last output."""
+        """End what was started, after giving it time to end by itself. Returns its last output."""
 
 
 class EndedError(Exception):
-    """The run is over with an exit code, and a failure if there was one."""
+    """Raised when the run is over. It has an exit code, and a failure if there was one."""
 
     def __init__(self, code: int, failure: Failure | None = None) -> None:
         super().__init__(code)
@@ -88,9 +89,9 @@ class EndedError(Exception):
 def supervise(
     place: RankPlace, listener: socket.socket | None = None, launcher: Launcher | None = None
 ) -> int:
-    """Run this process's command as a rank's engine, in a child process. Returns the exit code.
+    """Run this process's command in a child process, as a rank's engine. Returns the exit code.
 
-    listener: of rank 0, where the others connect; by default it is opened at the place's address.
+    listener: rank 0's socket, to which the others connect. By default it is opened at the address in `place`.
     """
     supervisor = Supervisor(place, launcher)
     with supervisor.signals():
@@ -109,8 +110,9 @@ def supervise(
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process in bytes; 0 if the system doesn't tell. `ondevice.units` would add a
-    MB.
+    """Resident memory of a process in bytes; 0 if the system doesn't tell.
+
+    It is read here, since importing `ondevice.units` would take another MB.
     """
     try:
         if sys.platform == "linux":
@@ -124,15 +126,15 @@ def resident_bytes(pid: int) -> int:
 
 
 def say(message: str) -> None:
-    """Print a line to stderr, whatever it contains."""
+    """Print a line to stderr. Characters that can't be printed are replaced."""
     shown = "".join(each if each.isprintable() or each == "\n" else "?" for each in message)
     with suppress(OSError):
         os.write(2, f"{shown}\n".encode("utf-8", "backslashreplace"))
 
 
 class Supervisor:
-    """The supervisor of one rank: `gather` or `connect`, then `watch` until it raises EndedError, then
-    `end`.
+    """The supervisor of one rank. Call `gather` or `connect`, `watch` until it raises EndedError,
+    then `end`.
     """
 
     def __init__(self, place: RankPlace, launcher: Launcher | None) -> None:
@@ -153,7 +155,7 @@ class Supervisor:
         self.next_beat = 0.0
 
     def gather(self, listener: socket.socket) -> None:
-        """Rank 0: wait for all others, compare them with this one, and start them all."""
+        """Rank 0: wait for all other ranks, compare them with this one, and start them all."""
         strangers: dict[Link, float] = {}  # When each was accepted, oldest first.
         ports: dict[int, int] = {}
         listener.setblocking(False)
@@ -203,8 +205,9 @@ class Supervisor:
             raise EndedError(128 + self.signal)
 
     def _hello(self, link: Link) -> Hello | None:
-        """The greeting of an unidentified connection, if it is a rank's; others are closed. Raises RankError
-        if ranks differ.
+        """The greeting that a new connection sent, if a rank sent it; other connections are closed.
+
+        Raises RankError if ranks differ.
         """
         try:
             messages = link.receive()
@@ -243,7 +246,7 @@ class Supervisor:
         self._start(Go(ring, "" if launcher is None else launcher.budget(0)))
 
     def connect(self) -> None:
-        """Every rank but 0: connect to rank 0, greet it, and start when it says so."""
+        """Every rank except 0: connect to rank 0, greet it, and start when it says so."""
         place = self.place
         deadline = time.monotonic() + JOIN_SECONDS
         while not self.links:
@@ -269,7 +272,9 @@ class Supervisor:
                 raise RankError(f"rank 0 didn't start the run within {2 * JOIN_SECONDS:.0f} s")
 
     def _start(self, go: Go) -> None:
-        """Start the engine: this very command, with a connection to this process and the ring's addresses."""
+        """Start the engine: this command again, with a connection to this process and the ring's
+        addresses.
+        """
         place = self.place
         if len(go.ring) != place.size:
             raise RankError(f"the ring has {len(go.ring)} addresses for {place.size} ranks")
@@ -342,7 +347,7 @@ class Supervisor:
             raise RankError(f"{type(message).__name__} has no meaning here")
 
     def _is_ready(self, rank: int) -> None:
-        """Rank 0: note that a rank's engine is ready. Once all are, all join the ring."""
+        """Rank 0: record that a rank's engine is ready. Once all are, tell all to join the ring."""
         self.ready.add(rank)
         if len(self.ready) == self.place.size and self.engine_link is not None:
             for link in (*self.links.values(), self.engine_link):
@@ -391,7 +396,7 @@ class Supervisor:
             raise self._stop(self.place.rank, f"{_ENGINE}ended with the exit code {code}")
 
     def end(self, stop: EndedError) -> int:
-        """End the engine, inform the others, report what failed, and return the exit code."""
+        """End the engine, inform the other ranks, report what failed, and return the exit code."""
         failure = stop.failure
         if self.engine is not None:
             if self.signal and self.engine.poll() is None:
@@ -425,7 +430,9 @@ class Supervisor:
         return stop.code
 
     def _wait_for_engine(self, seconds: float) -> None:
-        """Wait for the engine's end, at most `seconds`. The other ranks go on: the engine may need them."""
+        """Wait until the engine ends, at most `seconds`. Other ranks are still served, because the engine may
+        need them.
+        """
         assert self.engine is not None
         deadline = time.monotonic() + seconds
         while self.engine.poll() is None and time.monotonic() < deadline:
@@ -436,7 +443,8 @@ class Supervisor:
     def signals(self) -> Iterator[None]:
         """A context in which signals are passed on, and a terminal's settings are put back at the end.
 
-        Ctrl-C at a terminal reaches the engine by itself. Ranks but 0 leave it to rank 0.
+        Ctrl-C at a terminal reaches the engine by itself. Ranks other than 0 ignore it and leave it to rank
+        0.
         """
         kept = {each: signal.getsignal(each) for each in (signal.SIGINT, *_ENDING)}
         if self.place.rank:
@@ -465,7 +473,7 @@ class Supervisor:
 
 
 def _in_foreground() -> bool:
-    """Whether this process group is the terminal's foreground, so that Ctrl-C reaches the engine too."""
+    """Whether this process group is in the terminal's foreground, so that Ctrl-C reaches the engine too."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR)
     except OSError:
@@ -479,7 +487,7 @@ def _in_foreground() -> bool:
 
 
 def _terminal_settings() -> Callable[[], None]:
-    """A function that restores stdin's current terminal settings. A killed engine can't."""
+    """A function that restores stdin's present terminal settings, since an engine that is killed can't."""
     import termios
 
     try:

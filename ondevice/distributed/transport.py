@@ -1,8 +1,8 @@
 """Messages between neighbours of a ring: a header and arrays, over MLX's distributed backends.
 
-MLX sends arrays whose shapes both ends know beforehand, so a message is a run of bytes: the first
-`FIRST_BYTES` say how long the rest is. MLX's ring keeps a core busy while it waits on a socket. So what it
-would wait for is waited for here, by `poll` on the ring's own sockets, and long messages go piece by piece.
+MLX sends arrays whose shapes both ends must know beforehand. So a message is sent as bytes, and its first
+`FIRST_BYTES` say how many follow. MLX's ring keeps a core busy while it waits on a socket. So this module
+waits before MLX does, by `poll` on the ring's sockets, and sends long messages piece by piece.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class Transport(Protocol):
 
     @property
     def stats(self) -> HopStats:
-        """What this rank's messages took so far."""
+        """Counts of this rank's messages so far: how many, their bytes and seconds."""
 
     def send(self, header: bytes, arrays: Sequence[NDArray[Any]]) -> None:
         """Send a header and float32, float16, int32 or uint8 arrays to the next rank.
 
-        Returns once the message is queued, and waits while QUEUED_MESSAGES are.
+        Returns once the message is queued. Waits while QUEUED_MESSAGES messages are queued.
         """
 
     def receive(self) -> tuple[bytes, list[NDArray[Any]]]:
-        """The next message of the previous rank. Waits for it; its arrays are copies.
+        """The next message of the previous rank, for which it waits. Its arrays are copies.
 
-        Raises RankError for one that breaks a rule.
+        Raises RankError for a message that breaks a rule.
         """
 
 
 def pack(header: bytes, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-    """A message as bytes, FIRST_BYTES or more. Raises ValueError for what a message can't hold."""
+    """A message as bytes, (n,) with n at least FIRST_BYTES. Raises ValueError if it can't be expressed."""
     described = []
     for array in arrays:
         if array.dtype.name not in _DTYPES:
@@ -97,7 +97,9 @@ def pack(header: bytes, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
 
 
 def _starts(offset: int, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Aligned offsets of parts of these sizes after `offset`, and the end of the last part."""
+    """The aligned offsets of parts with these sizes, the first one after `offset`, and the end of the last
+    part.
+    """
     starts = []
     for size in sizes:
         offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
@@ -107,9 +109,10 @@ def _starts(offset: int, sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def message_bytes(first: NDArray[np.uint8], limit: int) -> int:
-    """Bytes of the message that begins with `first` (FIRST_BYTES,), at most `limit`.
+    """The length in bytes of the message that begins with `first` (FIRST_BYTES,), which must be at most
+    `limit`.
 
-    Raises RankError if it isn't one.
+    Raises RankError if it isn't a valid beginning, or if the message is longer.
     """
     magic, text, total = _PREFIX.unpack(first[: _PREFIX.size].tobytes())
     if magic != _MAGIC:
@@ -120,7 +123,7 @@ def message_bytes(first: NDArray[np.uint8], limit: int) -> int:
 
 
 def unpack(message: NDArray[np.uint8]) -> tuple[bytes, list[NDArray[Any]]]:
-    """Header and arrays of a complete message; the arrays are views of it. Raises RankError."""
+    """The header and the arrays of a complete message. Arrays are views of the message. Raises RankError."""
     _, size, _ = _PREFIX.unpack(message[: _PREFIX.size].tobytes())
     end = _PREFIX.size + size
     text = message[_PREFIX.size : end].tobytes()
@@ -140,7 +143,7 @@ def unpack(message: NDArray[np.uint8]) -> tuple[bytes, list[NDArray[Any]]]:
 
 
 def _described(table: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Type and shape of each array of a message."""
+    """The type and shape of each array, read from a message's table."""
     try:
         parsed = parse_json(table, "a message's table of arrays")
         entries = Section({"arrays": parsed}, "a message").get("arrays")
@@ -161,12 +164,13 @@ def _described(table: bytes) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
 class MlxTransport:
     """A `Transport` over `mx.distributed`.
 
-    Messages are sent from a thread of its own, so that a rank computes on while its neighbour hasn't read
-    yet. Made once every rank is about to make its own: MLX waits for the neighbours to be there.
+    A separate thread sends messages, so that a rank can go on computing while its neighbour hasn't read yet.
+    Create it when every rank is about to do so, because MLX waits for the neighbours.
     """
 
     def __init__(self, backend: str) -> None:
-        """Join the ring. backend: of `mx.distributed.init`; MLX finds rank and addresses in the environment.
+        """Join the ring. backend: an argument of `mx.distributed.init`. MLX reads the rank and addresses from
+        the environment.
 
         Raises BackendUnavailableError without MLX, and RankError if a neighbour can't be reached.
         """
@@ -194,14 +198,15 @@ class MlxTransport:
 
     @property
     def stats(self) -> HopStats:
-        """Counts of messages so far, without those that are still queued."""
+        """Counts of messages so far. Messages that are still queued don't count."""
         sent, received = self._sent, self._received
         return replace(sent, received_bytes=received.received_bytes, waited_seconds=received.waited_seconds)
 
     def plan(self, nbytes: int) -> None:
-        """Accept messages of passes with `nbytes` in the plan; until then, only those of the handshake.
+        """Accept messages of passes from now on, up to the `nbytes` that the plan has for them. Before, only
+        those of the handshake are accepted.
 
-        What arrives is hostile: it would decide how much memory is taken.
+        This limits how much memory a hostile message can make this rank allocate.
         """
         self._limit = min(HANDSHAKE_BYTES + nbytes, MAX_MESSAGE_BYTES)
 
@@ -250,8 +255,8 @@ class MlxTransport:
             piece[:] = np.asarray(got)
 
     def _send_all(self) -> None:
-        """The sending thread: send what is queued. After a failure messages are dropped, so that none
-        waits.
+        """The loop of the sending thread: send what is queued. After a failure it drops messages, so that no
+        caller waits.
         """
         while (message := self._queue.get()) is not None:
             if self._failure is None:
@@ -277,13 +282,15 @@ class MlxTransport:
 
 
 def _pieces(total: int) -> list[tuple[int, int]]:
-    """Start and end of the pieces of a message of `total` bytes: the first part, then PIECE_BYTES each."""
+    """The start and end of each piece of a message of `total` bytes: the first FIRST_BYTES, then PIECE_BYTES
+    each.
+    """
     cuts = [0, *range(FIRST_BYTES, total, PIECE_BYTES), total]
     return list(pairwise(cuts)) if total > FIRST_BYTES else [(0, total)]
 
 
 def _descriptors() -> set[int]:
-    """Descriptors of the open sockets; none where the system doesn't list them."""
+    """Descriptors of the open sockets; empty if the system doesn't list them."""
     descriptors = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
@@ -295,35 +302,35 @@ def _descriptors() -> set[int]:
 
 
 def _ring_ends(opened: set[int]) -> tuple[socket.socket | None, socket.socket | None]:
-    """The connections from the rank before and to the next, among descriptors that MLX has opened.
+    """The connections from the previous rank and to the next one, among descriptors that MLX has opened.
 
-    None for either where MLX uses none, or several: then MLX itself waits. MLX leaves the sockets of failed
-    attempts open; they have no peer.
+    Either is None if MLX uses no connection or several: then MLX does the waiting. MLX leaves sockets of
+    failed attempts open, which have no peer.
     """
     left: list[socket.socket] = []
     right: list[socket.socket] = []
-    ports = _own_ports()
+    ports = _local_ports()
     for descriptor in opened:
         with suppress(OSError):
             one = socket.socket(fileno=os.dup(descriptor))
             try:
                 one.getpeername()
-                own_port = one.getsockname()[1]
+                local_port = one.getsockname()[1]
             except OSError:
                 one.close()
                 continue
             _watch(one)
-            (left if own_port in ports else right).append(one)
+            (left if local_port in ports else right).append(one)
     return (left[0] if len(left) == 1 else None), (right[0] if len(right) == 1 else None)
 
 
 def _watch(end: socket.socket) -> None:
-    """Let the system break a connection whose other machine is gone: otherwise nothing arrives, not even an
-    end.
+    """Let the system break the connection if the other machine is gone. Otherwise it would stay silent for
+    ever.
 
-    The rank behind notices, within 14 s. No TCP_USER_TIMEOUT: Linux would break the connection to a healthy
-    rank too, where that computes so long that no bytes fit into its socket. Options that this system
-    hasn't are left out.
+    The next rank notices within 14 s. TCP_USER_TIMEOUT isn't set: Linux would also break the connection to a
+    healthy rank, if that computes for so long that no bytes fit into its socket. Options that this system
+    doesn't have are left out.
     """
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in _KEEPALIVE.items():
@@ -334,8 +341,8 @@ def _watch(end: socket.socket) -> None:
             end.setsockopt(*option)
 
 
-def _own_ports() -> set[int]:
-    """The ports at which the previous rank reaches this one, from the file that MLX's ring reads."""
+def _local_ports() -> set[int]:
+    """The ports at which the previous rank reaches this one, read from the file that MLX's ring uses."""
     try:
         ring = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_bytes())
         return {int(address.rpartition(":")[2]) for address in ring[int(os.environ["MLX_RANK"])]}
@@ -344,7 +351,7 @@ def _own_ports() -> set[int]:
 
 
 def _wait(end: socket.socket | None, event: int) -> None:
-    """Wait for an event of `select.poll` at a connection."""
+    """Wait until `select.poll` reports an event at a connection."""
     if end is not None:
         poll = select.poll()
         poll.register(end, event)

@@ -19,8 +19,8 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 class Check:
     """The result of examining one thing.
 
-    value: the finding in words. remedy: what to do about it, empty if there is nothing to do. figures: the
-    finding for programs, by name; names contain the unit.
+    value: the result in words. remedy: what to do about it; empty if there is nothing to do. figures: the
+    result for programs, by name; names contain the unit.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DoctorReport:
         return sum(check.status == status for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as an object for JSON."""
         return {
             "ok": self.ok,
             "failed": self.count("failed"),
@@ -58,7 +58,9 @@ class DoctorReport:
 
 
 def attempt(name: str, examine: Callable[[], Check]) -> Check:
-    """The check that `examine` returns, or a failed one for OndeviceError, ImportError and OSError."""
+    """The check that `examine` returns, or a failed check if it raises OndeviceError, ImportError
+    or OSError.
+    """
     try:
         return examine()
     except OndeviceError as error:

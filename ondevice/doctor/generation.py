@@ -1,6 +1,6 @@
 """Checks of models: their bytes match their hashes, and each backend still writes the recorded tokens.
 
-The recording lies beside the model that ships; `recipe.recorded_tokens` in that folder makes it. This module
+The recording is in the folder of the model that ships, where `recipe.recorded_tokens` makes it. This module
 knows nothing of how a backend multiplies, only how far its logits may be from the recorded ones of `cpu`.
 """
 
@@ -43,8 +43,8 @@ model that ships, `reference` moves the difference of two logits by 0.02 in the 
 class Recorded:
     """A model's recorded greedy reply to one message on the `cpu` backend.
 
-    prompt: the ids of the message in the model's chat template. margins: for each token, its logit minus the
-    second best.
+    prompt: the ids of the message in the model's chat template. margins: for each token, how much its logit
+    exceeds the second highest.
     """
 
     message: str
@@ -54,7 +54,7 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """The recording beside the model. Raises BundleError if it is missing, damaged or another model's."""
+    """The recording in a model's folder. Raises BundleError if it is missing, damaged or another model's."""
     from ondevice.bundle.files import contained, read_file
     from ondevice.bundle.layout import MANIFEST
     from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
@@ -112,7 +112,8 @@ def named_model(model: str | os.PathLike[str]) -> Check:
 
 
 def generation(backend: BackendName, folder: Path | None) -> Check:
-    """Check that a backend writes the recorded tokens with the model in the folder, within its tolerance.
+    """Check that a backend writes the recorded tokens with the model in the folder, within the backend's
+    tolerance.
 
     Raises what loading the model and reading the recording raise.
     """
@@ -136,9 +137,9 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
 
 
 def rows(name: str, folder: Path | None) -> Check:
-    """Check of how many tokens MLX computes together while each keeps the bits that it has alone.
+    """Check how many tokens MLX can compute together while each keeps the bits that it would have alone.
 
-    Drafts, and texts that share passes, keep to it.
+    Drafts, and texts that share passes, keep to that number.
     """
     if folder is None:
         return Check(name, "skipped", "no model ships with this installation")
@@ -176,8 +177,8 @@ def rows(name: str, folder: Path | None) -> Check:
 def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Check:
     """Check that a loaded model writes the recorded tokens. tolerance: in logits; 0 allows no difference.
 
-    After a forgiven difference, the texts diverge. Then each later token is predicted from the recorded ones
-    before it.
+    After a difference within the tolerance, the texts diverge. Then each later token is predicted from the
+    recorded tokens before it.
     """
     from ondevice.model.sequence_state import common_prefix
 
@@ -217,7 +218,9 @@ def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Ch
 
 
 def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ...], bool]:
-    """The reply's first tokens, and whether `count` of them, or its end, came within GENERATION_SECONDS."""
+    """The first tokens of a reply, and whether `count` of them, or the reply's end, came within
+    GENERATION_SECONDS.
+    """
     tokens, end = [], time.monotonic() + GENERATION_SECONDS
     events = model.stream(tokens=prompt, max_tokens=count)
     with closing(events):  # type: ignore[type-var]

@@ -92,9 +92,10 @@ def kernels() -> Check:
 
 
 def kernel_product(target: str) -> bytes:
-    """Every bit of a product, and of its weights quantised to each number of bits, computed by `target`.
+    """The bytes of products computed by `target`, with weights quantised to each number of bits.
 
-    Weights are (ROWS, COLUMNS), activations (TOKENS, COLUMNS).
+    Weights are (ROWS, COLUMNS), and activations (TOKENS, COLUMNS). The bytes of the quantised weights are
+    included.
     """
     import numpy as np
 
@@ -210,7 +211,7 @@ def mlx_folders() -> list[Path]:
 
 
 def _wired_limit() -> int | None:
-    """Bytes that the GPU may hold by a setting of macOS; None if it isn't set, and on other systems."""
+    """The bytes that the GPU may hold, as set in macOS; None if that isn't set, and on other systems."""
     if sys.platform != "darwin":
         return None
     try:

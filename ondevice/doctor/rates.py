@@ -30,8 +30,8 @@ QUICK_PART = 10
 class MachineRates:
     """What was measured of this machine.
 
-    flash: costs of random reads of one device. multiply_bytes_per_second: of weights in DRAM that are
-    multiplied by one token's activations on `threads` threads.
+    flash: the costs of random reads on one device. multiply_bytes_per_second: bytes of weights in DRAM that
+    `threads` threads multiply by one token's activations in a second.
     """
 
     flash: CostModel
@@ -40,21 +40,21 @@ class MachineRates:
 
     @property
     def flash_measured(self) -> str | None:
-        """When flash was measured, as ISO 8601 in UTC; None for rates of a typical device."""
+        """When flash was measured, as ISO 8601 in UTC; None if the rates are those of a typical device."""
         return None if self.flash is UNMEASURED else self.flash.measured
 
 
 def machine_rates(threads: int, folder: Path, files: Sequence[CheckedFile] = ()) -> MachineRates:
-    """The rates of this machine, of flash where `folder` lies or would lie.
+    """The rates of this machine, with those of the device that `folder` lies on, or would lie on.
 
     files: a model's neuron files in that folder, which are read if the device hasn't been measured yet.
-    Without any, that writes and reads a temporary file, in up to two seconds.
+    Without files, a temporary file is written and read, which takes up to two seconds.
     """
     return MachineRates(_flash_costs(folder, files), multiply_rate(threads), threads)
 
 
 def dram() -> Check:
-    """Measurement of how fast weights in DRAM are multiplied: a bound of tokens per second."""
+    """Check how fast weights in DRAM are multiplied, which limits the tokens per second."""
     threads = usable_cores()
     rate = round(multiply_rate(threads))
     value = f"{format_bytes(rate)}/s of 4-bit weights are multiplied, {threads} threads"
@@ -64,7 +64,7 @@ def dram() -> Check:
 def multiply_rate(threads: int) -> float:
     """Bytes per second of 4-bit weights in DRAM that the kernels multiply by one token's activations.
 
-    The quickest tenth of ROUNDS rounds through all matrices counts, as other programs use the machine too.
+    The quickest tenth of ROUNDS rounds through all matrices counts, since other programs use the machine too.
     """
     import numpy as np
 
@@ -101,7 +101,9 @@ def product_rate(threads: int) -> float:
 
 
 def _flash_costs(folder: Path, files: Sequence[CheckedFile]) -> CostModel:
-    """Costs of the device of `folder`: stored ones, or measured now; UNMEASURED where that can't be done."""
+    """Costs of the device that `folder` lies on: stored ones, or measured now; UNMEASURED if that isn't
+    possible.
+    """
     from ondevice.doctor.storage import existing, temporary_file
 
     if files:

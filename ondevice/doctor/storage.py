@@ -71,12 +71,7 @@ def package_folder(folder: Path) -> Check:
 
 
 def flash(name: str, folders: Sequence[Path], files: Sequence[CheckedFile] = ()) -> Check:
-    """Read rates of the device on which `folders` (one or more) lie.
-
-    files: a model's neuron files. They are read if they are large enough. Otherwise a temporary file is read,
-    in the first folder that can be written and isn't a model's: an app's own model must not change. Raises
-    FlashReadError.
-    """
+    """Measure how fast files can be read on the device that `folders` (one or more) lie on."""
     if sum(file.nbytes for file in files) >= SAMPLE_BYTES:
         return _measured(name, folders[0], files, "the model's own files")
     refusals = []
@@ -94,7 +89,9 @@ def flash(name: str, folders: Sequence[Path], files: Sequence[CheckedFile] = ())
 
 
 def neuron_files(folder: Path) -> list[CheckedFile]:
-    """Neuron files of the bundle in the folder; none if it can't be opened, which another check reports."""
+    """The neuron files of the bundle in a folder; empty if it can't be opened, which another
+    check reports.
+    """
     from ondevice.bundle.reader import Bundle
 
     try:
@@ -112,13 +109,16 @@ def existing(folder: Path) -> Path:
 
 
 def device(folder: Path) -> int:
-    """Number of the folder's file system; equal for folders on the same one. Raises OSError."""
+    """The number of the file system that a folder is on. Equal for folders on the same one.
+    Raises OSError.
+    """
     return existing(folder).stat().st_dev
 
 
 @contextmanager
 def temporary_file(folder: Path) -> Iterator[CheckedFile]:
-    """A file to read, as large as WRITE_SECONDS and SAMPLE_BYTES allow. Its bytes can't be compressed.
+    """A context with a temporary file to read, as large as WRITE_SECONDS and SAMPLE_BYTES allow. Its bytes
+    can't be compressed.
 
     Raises OSError if it can't be written, or if less than SPARE_BYTES are free.
     """

@@ -4,9 +4,9 @@ With `threads` reads at once, a read of s bytes takes the device a + c * s secon
 reading through a gap of up to a / c bytes between two records costs less than a second read. The rate at a
 record's size tells how many threads pay off and how much can be read ahead in a given time.
 
-`RateCheck` in `rate_check.py` compares the reads of passes with stored costs, and doubts costs that are wrong
-by a factor of DIFFERENT, as a device may be slower or faster while it is measured: the next load measures
-again.
+A device may be slower or faster than usual while it is measured. So `RateCheck` in `rate_check.py` compares
+the reads of passes with stored costs, and marks costs that are wrong by a factor of DIFFERENT as doubted;
+then the next load measures again.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ measurement agreed with the first: they are never doubted again."""
 class CostModel:
     """The cost of random reads on one device.
 
-    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known. device: its name in the
-    store.
+    measured: the time of the measurement, as ISO 8601 in UTC. rates: the measured rates; every
+    `bytes_per_second` is known. device: the device's name in the store.
     """
 
     measured: str
@@ -72,18 +72,22 @@ class CostModel:
     standing: Standing = "measured"
 
     def threads(self, nbytes: int) -> int:
-        """The fewest threads that read `nbytes` at a time about as fast (`WORTH`) as the best number."""
+        """The fewest threads with which reads of `nbytes` are about as fast (`WORTH`) as with the best
+        number.
+        """
         rates = {threads: self.bytes_per_second(nbytes, threads) for threads in self._threads}
         return min(threads for threads, rate in rates.items() if rate * WORTH >= max(rates.values()))
 
     def bytes_per_second(self, nbytes: int, threads: int) -> float:
-        """Bytes per second of reads of `nbytes`, from the line fitted to the measured rates."""
+        """Bytes per second with reads of `nbytes`, taken from a line fitted to the measured rates."""
         read, byte = self._line(threads)
         return nbytes / (read + byte * nbytes)
 
     @property
     def kept(self) -> timedelta:
-        """Time for which the costs are trusted: short if a rate is far from the fitted line, 0 if doubted."""
+        """How long the costs are trusted. Short if a rate is far from the fitted line, 0 if the costs are
+        doubted.
+        """
         if self.standing == "doubted":
             return timedelta(0)
         disturbed = any(
@@ -115,7 +119,9 @@ class CostModel:
         return sorted({rate.threads for rate in self.rates})
 
     def _line(self, threads: int) -> tuple[float, float]:
-        """Seconds per read and seconds per byte, both above zero, by least squares of the relative errors."""
+        """Seconds per read and seconds per byte, both above zero, fitted by least squares of
+        relative errors.
+        """
         near = min(self._threads, key=lambda count: abs(count - threads))
         points = [
             (rate.read_bytes, rate.bytes_per_second)
@@ -148,9 +154,9 @@ _warned: set[str] = set()
 def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
     """The cost model of the device that holds `files`: the stored one, or one measured in half a second.
 
-    files: their records have one size. store: a JSON file with the costs of all devices, by default in the
-    user's cache folder. An unreadable store is ignored. A device that
-    can't be measured gets `UNMEASURED`, with one warning.
+    files: files whose records all have the same size. store: a JSON file with the costs of all devices, by
+    default in the user's cache folder. An unreadable store is ignored. A device that can't be measured gets
+    `UNMEASURED`, with one warning.
     """
     store = store or _default_store()
     try:
@@ -188,18 +194,19 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
 
 
 def known_costs(path: Path) -> CostModel | None:
-    """The stored costs of the device that holds `path`; None if they are unknown or too old.
+    """The stored costs of the device that holds `path`; None if there are none, or if they are too old.
 
-    Raises OSError if there is no such path.
+    Raises OSError if `path` doesn't exist.
     """
     costs = _read_store(_default_store()).get(_device(path))
     return costs if costs is not None and costs.is_trusted else None
 
 
 def doubt(costs: CostModel, store: Path | None = None) -> None:
-    """Have a device measured again when its costs are next needed, unless it has been measured since.
+    """Mark a device's costs as doubted, so that they are measured again when next needed.
 
-    costs: as `device_costs` returned them. store: as there.
+    Does nothing if they have been measured since. costs: as `device_costs` returned them. store: as in
+    `device_costs`.
     """
     store = store or _default_store()
     known = _read_store(store)
@@ -243,7 +250,10 @@ def _read_store(store: Path) -> dict[str, CostModel]:
 
 
 def _parse(device: str, entry: dict[str, Any]) -> CostModel:
-    """A device's entry. Raises ValueError, KeyError or TypeError if `_write_store` can't have written it."""
+    """The costs in a device's entry of the store.
+
+    Raises ValueError, KeyError or TypeError if `_write_store` can't have written the entry.
+    """
     rates = tuple(
         ReadRate(int(rate["read_bytes"]), int(rate["threads"]), float(rate["bytes_per_second"]))
         for rate in entry["rates"]

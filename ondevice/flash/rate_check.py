@@ -1,4 +1,5 @@
-"""Compares the reads of forward passes with the stored costs of their device, and doubts wrong ones.
+"""Compares the reads of forward passes with the stored costs of their device, and marks wrong costs as
+doubted.
 
 Only passes that keep the device busy count, such as those of a prompt, or of a cache that fills.
 """
@@ -20,7 +21,7 @@ CHECKED_BYTES, CHECKED_PASSES = 64 << 20, 5
 
 
 class RateCheck:
-    """Watches a model's reads from its first pass on, until they suffice to judge its costs.
+    """Watches a model's reads from its first pass on, until there are enough to judge the stored costs.
 
     Args:
         reader: reads the model's neurons, and nothing else.
@@ -40,7 +41,9 @@ class RateCheck:
         """Whether there is nothing left to compare."""
 
     def end_pass(self) -> None:
-        """Count what was read since the last call. Doubts the costs if these reads show them wrong."""
+        """Count what was read since the last call. Marks the costs as doubted if these reads show that they
+        are wrong.
+        """
         if self.judged:
             return
         before, self._before = self._before, self._reader.stats

@@ -1,7 +1,7 @@
 """Read-ahead: extents are read in a fixed order into a ring of slots, ahead of the compute on them.
 
-Every token uses every weight that isn't resident, in the same order, so the next extent is always known. The
-reader threads go through the schedule as far as slots are free, while the consumer computes.
+Every token uses all weights that aren't resident, in the same order, so the next extent is always known.
+While the consumer computes, the reader threads read as many further extents as there are free slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ondevice.records import dataclass
 class Extent:
     """A range of `nbytes` bytes from `offset` on, in file number `file` of a reader.
 
-    Bounds that aren't those of records are widened to checked units, which costs extra bytes.
+    Bounds that don't lie between records are widened to checked units, which costs extra bytes.
     """
 
     file: int
@@ -31,7 +31,9 @@ class Extent:
 
 @dataclass(frozen=True)
 class ReadAheadStats(FlashStats):
-    """One ring's share of the reader's work. wait_seconds: time that the consumer waited in `next()`."""
+    """The reads of one ring, out of the reader's totals. wait_seconds: time that the consumer waited in
+    `next()`.
+    """
 
     wait_seconds: float
 
@@ -39,8 +41,8 @@ class ReadAheadStats(FlashStats):
 class ReadAhead:
     """Hands out the extents of a schedule in order.
 
-    One consumer at a time; any thread may call `close()`. Raises ValueError if slots are too few or too
-    small or if `memory` doesn't fit them, IndexError for an extent outside its file.
+    One consumer at a time; any thread may call `close()`. Raises ValueError if slots are too few or too small
+    or if `memory` doesn't fit them, IndexError for an extent outside its file.
 
     Args:
         reader: its threads read ahead and compare checksums.
@@ -50,8 +52,8 @@ class ReadAhead:
         slots: number of slots, at least 2. A schedule of smaller extents has more of them, unless `memory` is
             given. The consumer can hold all but one at a time.
         cyclic: whether the schedule begins again after its last extent.
-        memory: for the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. Whoever
-            gives it may write behind an extent, to the end of its slot. None: memory is allocated.
+        memory: memory for the slots, (slots * slot_bytes in full pages,) bytes from a page boundary on. Its
+            owner may write to a slot after the end of the extent in it. None: memory is allocated.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class ReadAhead:
         self._native.reschedule(_tuples(extents))
 
     def close(self) -> None:
-        """Stops reading ahead; waits for the pieces in flight (1 MiB each), not for the whole schedule."""
+        """Stops reading ahead. Waits only for the pieces in flight (1 MiB each), not for the remaining
+        schedule.
+        """
         self._native.close()
 
     def __enter__(self) -> ReadAhead:

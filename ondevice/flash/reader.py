@@ -33,7 +33,7 @@ class FlashStats:
     bytes_read: bytes requested from the device: whole pages, or for records whole blocks of the device.
     read_seconds: wall time during which at least one read was in flight.
     cpu_seconds: processor time of the threads that read and compared checksums.
-    reads: number of reads; each is one system call unless it comes short.
+    reads: number of reads. Each is one system call, unless the system returns too few bytes.
     """
 
     bytes_read: int
@@ -58,7 +58,7 @@ class FlashReader:
 
     Args:
         files: the files, which methods name by their index here.
-        io: `direct` reads past the page cache. `buffered` reads through it and drops the pages afterwards.
+        io: `direct` reads without the page cache. `buffered` reads through it and drops the pages afterwards.
             `auto` is direct, or buffered for all files if one of their file systems refuses direct reads.
         threads: reads under way at once.
         ring: use io_uring with one thread, if the system has it and reads are direct; otherwise each read has
@@ -92,7 +92,7 @@ class FlashReader:
 
     @property
     def io(self) -> Literal["direct", "buffered"]:
-        """The way in which files are read, with `auto` resolved."""
+        """How files are read, with `auto` replaced by what it stands for."""
         return "direct" if self.native.direct else "buffered"
 
     @property
@@ -111,7 +111,7 @@ class FlashReader:
         return self.native.staging_bytes
 
     def trim(self) -> None:
-        """Frees the staging buffers, after loading. Later reads allocate fewer."""
+        """Frees the staging buffers after loading. Later reads allocate new ones, but fewer."""
         self.native.trim()
 
     def read(self, file_index: int, offset: int, nbytes: int, out: Bytes | None = None) -> Bytes:

@@ -1,6 +1,6 @@
 """Measures random reads of files by the size of a read, through the readers of the runtime.
 
-A read of a given size is as many whole checked units as its pages hold.
+A read of a given size consists of as many checked units as fit into that many pages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def measure_throughput(
     """Rates of random reads of files, by number of threads and then by size of a read (whole pages).
 
     Reads bypass the page cache, except on file systems that refuse that. seconds: time spent per rate. Takes
-    the memory of twice as many buffers of the largest size as the most threads. Raises FlashReadError.
+    memory for two buffers of the largest size per thread, for the largest number of threads. Raises
+    FlashReadError.
     """
     rates = []
     for count in threads:
@@ -81,11 +82,11 @@ def measure_records(
 
     Rates are sorted by number of threads and then by records in a run. `read_bytes` of a rate is the mean
     size of its reads, in whole blocks. Runs that no file has enough of are left out. All combinations are
-    measured alternately, and the best of each counts, as other programs use the device too. Raises
+    measured alternately, and the best rate of each counts, since other programs use the device too. Raises
     FlashReadError.
 
     Args:
-        files: their records have one size.
+        files: files whose records all have the same size.
         threads: numbers of threads to measure.
         runs: numbers of records in a run to measure.
         batch: records read at a time.
@@ -112,7 +113,9 @@ def measure_records(
 def _batch_rate(
     files: Sequence[CheckedFile], reads: _native.RecordBatch, rng: np.random.Generator, run: int, slots: Bytes
 ) -> tuple[float, float] | None:
-    """Mean bytes of a read, and bytes per second. None if the file has too few runs with gaps as long."""
+    """The mean bytes of a read, and bytes per second. None if the file has too few runs of this length with
+    gaps of the same length.
+    """
     index = int(rng.integers(len(files)))
     batch, record = slots.shape
     places = (files[index].nbytes - files[index].crc_start) // record // (2 * run)
@@ -132,7 +135,7 @@ def _batch_rate(
 
 
 def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
-    """Runs of whole checked units at random places, each as long as `nbytes` of whole pages can hold.
+    """Extents at random places, each with as many checked units as fit into `nbytes` in full pages.
 
     Empty if no unit fits anywhere.
     """
@@ -153,7 +156,9 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
 
 
 def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: int, seconds: float) -> float:
-    """Bytes per second in whole pages, once every thread is busy: the median of a few slices of the time."""
+    """Bytes per second, counted in full pages, once every thread is busy: the median of a few slices of the
+    time.
+    """
     from statistics import median
 
     pages = [_page_bytes(extent) for extent in extents]

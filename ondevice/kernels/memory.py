@@ -20,7 +20,7 @@ MAPPED_BYTES = 64 << 10
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """An uninitialised C-contiguous array. Raises MemoryError."""
+    """A new C-contiguous array with undefined values, in a separate mapping. Raises MemoryError."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < MAPPED_BYTES:
         return np.empty(shape, dtype)

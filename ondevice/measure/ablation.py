@@ -1,4 +1,5 @@
-"""The effect of each idea of "LLM in a flash" (arXiv 2312.11514, table 2) on this machine, row by row.
+"""Measures what each idea of "LLM in a flash" (arXiv 2312.11514, table 2) is worth on this machine, row by
+row.
 
 Every row is a run of the production engine, configured by `FetchOptions`. All rows have the same prompt,
 number of tokens and budget. `naive` is `hybrid` with one addition: before every token, all weights that stay
@@ -59,7 +60,8 @@ BEFORE = {
 
 @dataclass(frozen=True)
 class Ablation:
-    """Rows in the table's order, or only the first DENSE_ROWS if every neuron counts.
+    """The rows of an ablation, in the table's order; only the first DENSE_ROWS if the model selects no
+    neurons.
 
     Every row measures max_tokens tokens after warm_up_tokens others. notes: sentences on what is missing or
     doubtful, and why.
@@ -78,7 +80,7 @@ class Ablation:
 
     @property
     def overlap_ratio(self) -> float | None:
-        """Time per token of `overlap`, over the longer of reading and computing in `all`.
+        """Time per token in row `overlap`, divided by the longer of reading and computing in row `all`.
 
         None if there are only dense rows.
         """
@@ -89,7 +91,8 @@ class Ablation:
 
     @property
     def own_overlap_ratio(self) -> float | None:
-        """Time per token of `overlap`, over the longer of its reading (with prefetches) and computing.
+        """Time per token in row `overlap`, divided by the longer of its reading (with prefetches) and its
+        computing.
 
         None if there are only dense rows.
         """
@@ -99,7 +102,7 @@ class Ablation:
         return row.total_seconds / max(row.io_seconds, row.compute_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The ablation as an object for JSON."""
         return {
             "model": self.model,
             "dram_budget_bytes": self.budget_bytes,
@@ -134,7 +137,7 @@ def ablation(
         warm_up_tokens: number of tokens before them, 1 or more.
         on_progress: called with the progress.
 
-    Checksums of single rows, 12 bytes per neuron, count as the process's own memory. Raises UsageError for a
+    Checksums of single rows, 12 bytes per neuron, count as memory of the process. Raises UsageError for a
     count that is too small, BackendUnavailableError for another backend than cpu, BudgetError before anything
     is read, and what `load` and a generation raise.
     """
@@ -180,7 +183,7 @@ def ablation(
 
 
 def _dense_rows(dense: ResolvedModel) -> dict[str, tuple[ResolvedModel, FetchOptions]]:
-    """The rows in which every neuron counts."""
+    """The rows of the table in which every neuron is multiplied, by name: the model and its fetch options."""
     nothing_kept = FetchOptions(keep=False)
     return {
         "naive": (dense, nothing_kept),
@@ -190,8 +193,8 @@ def _dense_rows(dense: ResolvedModel) -> dict[str, tuple[ResolvedModel, FetchOpt
 
 
 def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
-    """The model under the smallest budget that keeps half of the neurons in memory, or its budget if that is
-    smaller.
+    """The model under the smallest budget that keeps half of the neurons in memory, or under its budget if
+    that is smaller.
     """
     plan = dense.plan
     wanted = plan.segment.least + (plan.segment.total - plan.segment.least) // 2
@@ -232,7 +235,7 @@ def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel
 
 
 def _selecting(bundle: Bundle) -> Sparsity:
-    """The sparsity mode that selects the bundle's neurons by default."""
+    """The sparsity mode by which the bundle's neurons are selected by default."""
     if bundle.predictors is not None:
         return "predicted"
     return "exact" if bundle.config.has_exact_zeros else "dense"

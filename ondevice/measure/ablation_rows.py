@@ -63,12 +63,12 @@ class AblationRow:
 
     @property
     def compute_seconds(self) -> float:
-        """The total without waiting for reads and managing the cache."""
+        """Seconds per token without waiting for reads and without managing the cache."""
         return self.total_seconds - self.waited_seconds - self.managed_seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Read rate over the time with a read in flight."""
+        """Bytes per second, over the time in which at least one read is in flight."""
         return per_second(self.flash_bytes, self.io_seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,9 @@ def measured_row(
     warm_up_tokens: int,
     reread: Reread,
 ) -> AblationRow:
-    """Run the engine for `sampling.max_tokens` tokens. The row leaves out the first `warm_up_tokens`."""
+    """One row of the table: a run of the engine for `sampling.max_tokens` tokens, without the first
+    `warm_up_tokens`.
+    """
     plan, max_tokens = resolved.plan, sampling.max_tokens - warm_up_tokens
     tokens: list[int] = []
     marks: list[tuple[float, Counters, FlashStats]] = []
@@ -180,7 +182,8 @@ def measured_row(
 
 
 def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
-    """The neuron files by name, with one checksum per row: gate, up if gated, and down with its padding.
+    """The neuron files by name, each with one checksum for every row: gate, up if gated, and down with its
+    padding.
 
     Reads and checks all of the files once. Raises FlashReadError.
     """
@@ -197,7 +200,9 @@ def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
 
 
 def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:
-    """The checksummed parts of `files` in pieces of whole checksum units, and the bytes of a slot for one."""
+    """The parts of `files` that have checksums, in pieces of full checksum units, and the bytes of a slot for
+    a piece.
+    """
     extents, slot_bytes = [], 0
     for index, file in enumerate(files):
         unit = sum(file.crc_units)
@@ -211,7 +216,7 @@ def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:
 
 
 def _read_through(reader: FlashReader, files: Sequence[CheckedFile]) -> Iterator[Bytes]:
-    """The bytes of each piece of `_extents`, valid until the next one is taken."""
+    """Yields the bytes of each piece of `_extents`, valid until the next one."""
     extents, slot_bytes = _extents(files)
     slots = min(STREAM_SLOTS, 1 + len(extents))
     with ReadAhead(reader, extents, slot_bytes, slots, cyclic=False) as stream:

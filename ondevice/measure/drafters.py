@@ -54,7 +54,8 @@ FILL_SECONDS = 0.0005
 class _MeasuredText:
     """One drafter's continuation of one prompt.
 
-    decoded: tokens that the decode passes gave. passes, seconds, flash_bytes: of the decode passes.
+    decoded: number of tokens that the decode passes gave. passes, seconds, flash_bytes: sums over the decode
+    passes.
     """
 
     tokens: tuple[int, ...]
@@ -70,8 +71,8 @@ class _MeasuredText:
 class DrafterRow:
     """One drafter on one task. Sums are over the decode passes of its texts, in bytes and seconds.
 
-    tokens: tokens that those passes gave. speed_ups: for each text with a decode pass, the speed over the
-    same text without drafts; empty for `off` itself.
+    tokens: number of tokens that those passes gave. speed_ups: for each text with a decode pass, the speed
+    over the same text without drafts; empty for `off` itself.
     """
 
     task: str
@@ -94,7 +95,7 @@ class DrafterRow:
 
     @property
     def drafting_seconds_per_pass(self) -> float:
-        """The part of `seconds_per_pass` that preparing and growing drafts took."""
+        """Seconds per pass spent on preparing and growing drafts. They are part of `seconds_per_pass`."""
         spent = self.drafting.preparing_seconds + self.drafting.growing_seconds
         return spent / self.passes if self.passes else 0.0
 
@@ -130,7 +131,7 @@ class DrafterRow:
 
 @dataclass(frozen=True)
 class Changed:
-    """A text that differs from plain decoding's. prompt: index of the prompt in its task, from 0."""
+    """A text that differs from the one of plain decoding. prompt: index of the prompt in its task, from 0."""
 
     task: str
     prompt: int
@@ -141,9 +142,9 @@ class Changed:
 class Comparison:
     """The result of a comparison.
 
-    rows: by task, then by drafter, `off` first; all tasks together are last. budget_bytes: the value of
-    --dram-budget for plain decoding. held_bytes: by drafter, the bytes for drafting in its plan beyond those
-    in plain decoding's. notes: sentences on what is missing or doubtful, and why.
+    rows: ordered by task, then by drafter, with `off` first; all tasks together come last. budget_bytes: the
+    value of --dram-budget for plain decoding. held_bytes: by drafter, the bytes for drafting in its plan
+    beyond those in plain decoding's. notes: sentences on what is missing or doubtful, and why.
     """
 
     model: str
@@ -181,7 +182,7 @@ class Comparison:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The comparison as an object for JSON."""
         sampling = asdict(self.sampling)
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         shown = ("temperature", "top_k", "top_p", "min_p", *penalties, "seed", "max_tokens")
@@ -202,10 +203,10 @@ class Comparison:
 class DrafterSwitch:
     """One loaded model that drafts with one drafter after another.
 
-    Each drafter begins as if the model had just been loaded for it: offloaded weights are read anew. What a
-    drafter has learned stays for its next turn, and so do the neuron cache's statistics. Memory of drafters
-    that aren't in use is in no plan. If one of them drafts by streams, the engine must have been made with
-    streams.
+    Each drafter begins as if the model had just been loaded for it: offloaded weights are read again. What a
+    drafter has learned stays until it is used again, and so do the neuron cache's statistics. Memory of
+    drafters that aren't in use is in no plan. If one of them drafts by streams, the engine must have been
+    made with streams.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -292,7 +293,9 @@ def compare_drafters(
 def _arms(
     model: Name | None, runtime: RuntimeConfig, drafters: Sequence[str]
 ) -> tuple[dict[str, ResolvedModel], list[str]]:
-    """Plain decoding and every possible drafter, each resolved as if alone, and notes on missing drafters."""
+    """The model resolved for plain decoding and for every possible drafter, each as if alone, and notes on
+    missing drafters.
+    """
     plain = open_model(model, replace(runtime, speculation="off"))
     plain.require_fit()
     arms, notes = {OFF: plain}, []
@@ -321,8 +324,8 @@ def _arms(
 def prompt_ids(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
     """Token ids of every task's prompts.
 
-    Raises UsageError for a task without prompts or without a name of its own, ContextOverflowError for a
-    prompt that leaves no room for `max_tokens`.
+    Raises UsageError for a task without prompts or without a distinct name, ContextOverflowError for a prompt
+    that leaves no room for `max_tokens`.
     """
     tokenizer = text_tokenizer(resolved)
     template = _chat_template(resolved.bundle, tokenizer) if any(task.chat for task in tasks) else None
@@ -359,7 +362,7 @@ def _measured(
     sampling: SamplingConfig,
     on_progress: OnProgress,
 ) -> dict[str, list[dict[str, _MeasuredText]]]:
-    """For each task, one dictionary per prompt with its texts by drafter."""
+    """For each task, one dictionary per prompt, with the prompt's texts by drafter."""
     warm_up = benchmark_prompt(WARM_UP_TOKENS, next(iter(arms.values())).bundle.config.vocab_size)
     for arm in arms.values():
         switch.draft_as(arm)

@@ -1,8 +1,8 @@
-"""Tokens per second to expect of a model, under budgets from the smallest to one that holds everything.
+"""Predicts a model's tokens per second, under budgets from the smallest to one that holds everything.
 
-A token takes as long as its weights take to be multiplied, or as what isn't in memory takes to be read,
-whichever is longer, as the two overlap. Both rates are measured; drafts, which may make text faster, and long
-texts, whose keys and values take time and memory, are left out.
+A token takes as long as multiplying its weights, or as reading those that aren't in memory, whichever is
+longer, since the two overlap. Both rates are measured. The prediction leaves out drafts, which may make text
+faster, and long texts, whose keys and values take time and memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AMPLE_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class ExpectedSpeed:
-    """What to expect of one budget at the start of a text."""
+    """The speed to expect under one budget, at the start of a text."""
 
     budget_bytes: int
     tokens_per_second: float
@@ -44,7 +44,7 @@ class ExpectedSpeed:
 
 @dataclass(frozen=True)
 class SpeedForecast:
-    """What to expect of a model by budget, in ascending order, from the smallest that works."""
+    """The speeds to expect of a model under several budgets, from the smallest that works upwards."""
 
     rates: MachineRates
     flash_bytes_per_second: float
@@ -63,7 +63,9 @@ class SpeedForecast:
 
 
 def forecast_model(resolved: ResolvedModel) -> SpeedForecast:
-    """What to expect of a bundle, with the options that its plan was made for. Measures this machine."""
+    """The speeds to expect of a bundle, with the options that its plan was made for. Measures
+    this machine.
+    """
     bundle, under = resolved.bundle, resolved.under
     assert under is not None, "a model among alternatives has no plans for other budgets"
     smallest, full_bytes = resolved.smallest_plan.plan, under(AMPLE_BYTES).plan.full_bytes
@@ -78,7 +80,9 @@ def forecast_model(resolved: ResolvedModel) -> SpeedForecast:
 
 
 def forecast_source(prepared: Prepared, plan: Plan) -> SpeedForecast:
-    """What to expect of a checkpoint once it is converted. plan: its least one. Measures this machine."""
+    """The speeds to expect of a checkpoint after conversion. plan: its plan under the smallest budget.
+    Measures this machine.
+    """
     config = prepared.config
     plans = [plan.with_budget(budget) for budget in _budgets(plan.minimum_budget_bytes, plan.full_bytes)]
     rates = machine_rates(usable_cores(), model_home())
@@ -99,7 +103,10 @@ def _forecast(
     active: Mapping[str, list[float]],
     use: ExpertUse | None = None,
 ) -> SpeedForecast:
-    """active: shares of each layer's neurons that a token multiplies, by sparsity mode."""
+    """The speeds to expect under each of the plans.
+
+    active: the share of each layer's neurons that a token multiplies, by sparsity mode.
+    """
     speeds = []
     for plan in plans:
         of_token = token_bytes(config, quant, plan, active[plan.sparsity], use, plan.kv_block_bytes)

@@ -1,7 +1,9 @@
-"""Splits forward passes into their parts: a prompt's, a token's, and a draft's over the weights in memory.
+"""Measures how the time of forward passes divides: a prompt's, a token's, and a draft's with only the weights
+in memory.
 
-The kernels count the time of their steps while they are asked to (`kernels/step_times.h`). The rest of a pass
-is Python's, or a wait for flash. Passes are those of the decode loop, so that its time is Python's too.
+The kernels count the time of their steps while that is switched on (`kernels/step_times.h`). The remaining
+time of a pass is Python's, or a wait for flash. Passes are those of the decode loop, so the loop's time
+counts as Python's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ DRAFT_KEY = 0
 
 
 class Part(NamedTuple):
-    """A part of a pass. macs: products of two numbers. nbytes: weights, keys and values that it reads."""
+    """A part of a pass. macs: number of products of two numbers. nbytes: bytes of weights, keys and values
+    that it reads.
+    """
 
     seconds: float
     macs: int
@@ -52,10 +56,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitPass:
-    """A pass over `tokens` tokens after `position` others, the mean of several.
+    """A forward pass over `tokens` tokens that follow `position` others, and how its time divides. Mean of
+    several passes.
 
-    seconds: from its begin to the next one's, by a clock of its own. parts: by the names of the kernels'
-    steps, and `flash`.
+    seconds: from its begin to the begin of the next one, by the wall clock. parts: by the names of the
+    kernels' steps, and `flash`.
     """
 
     name: str
@@ -77,10 +82,10 @@ class SplitPass:
 
 @dataclass(frozen=True)
 class SplitPasses:
-    """A model's passes by part, and what the machine gives at most.
+    """A model's passes by part, and the machine's peak rates.
 
-    peaks: products of two numbers per second, from caches, on one thread and on all `threads`; and bytes per
-    second of weights in memory that are multiplied.
+    peaks: products of two numbers per second, with data in caches, on one thread and on all `threads`; and
+    bytes per second of weights in memory that are multiplied.
     """
 
     model: str
@@ -110,9 +115,10 @@ def split_passes(
     runs: int,
     on_progress: OnProgress = ignore_progress,
 ) -> SplitPasses:
-    """Split a synthetic prompt's pass, those of `max_tokens` tokens after it without drafts, and a draft's.
+    """Measure the parts of a synthetic prompt's pass, of the passes of `max_tokens` tokens after it, and of a
+    draft's pass.
 
-    Of `runs` runs the one with the median time counts. Raises UsageError for fewer than 2 tokens,
+    The run with the median time counts, out of `runs`. Raises UsageError for fewer than 2 tokens,
     BackendUnavailableError for another backend than cpu, and what `load` and a generation raise.
     """
     if max_tokens < 2:
@@ -154,14 +160,14 @@ def split_passes(
 
 
 class _Reading(NamedTuple):
-    """Totals up to a moment: seconds of two clocks, and of the kernels' steps."""
+    """Readings at one moment: seconds of two clocks, and the totals of the kernels' steps."""
 
     seconds: float
     waited_seconds: float
     steps: Sequence[tuple[str, float, int, int]]
 
     def split(self, after: _Reading, name: str, tokens: int, position: int, passes: int) -> SplitPass:
-        """The mean of `passes` passes between this moment and a later one."""
+        """The mean of the `passes` passes between this reading and a later one."""
         parts = {
             step: Part((seconds - seconds0) / passes, (macs - macs0) // passes, (nbytes - nbytes0) // passes)
             for (step, seconds0, macs0, nbytes0), (_, seconds, macs, nbytes) in zip(
@@ -178,7 +184,7 @@ class _Reading(NamedTuple):
 def _generated(
     engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, read: Callable[[], _Reading]
 ) -> tuple[SplitPass, SplitPass]:
-    """The pass of a prompt, with its first token, and those of the tokens after it."""
+    """The pass of a prompt, including its first token, and the mean of the passes of the tokens after it."""
     readings, count = [read()], 0
     for event in engine.generate(None, prompt, sampling, never_cancelled):
         count += event.token is not None
@@ -192,7 +198,7 @@ def _generated(
 
 
 def _drafted(engine: Engine, prompt: Sequence[int], passes: int, read: Callable[[], _Reading]) -> SplitPass:
-    """The pass of a draft's token after a prompt, over the weights in memory and the frequent tokens."""
+    """The mean pass of a draft's token after a prompt, over the weights in memory and the frequent tokens."""
     transformer = engine.transformer
     for _ in engine.logits(prompt, never_cancelled, DRAFT_KEY):
         pass
@@ -207,7 +213,9 @@ def _drafted(engine: Engine, prompt: Sequence[int], passes: int, read: Callable[
 
 @contextmanager
 def _clock(engine: Engine) -> Iterator[Callable[[], _Reading]]:
-    """A context in which the kernels count their steps, and products have names; what reads the totals."""
+    """A context in which the kernels count their steps, and products have names. Its value
+    returns a reading.
+    """
     backend = engine.transformer.backend
     assert isinstance(backend, CpuBackend)
     runner, linear = backend.runner, backend.linear
@@ -237,7 +245,7 @@ def _clock(engine: Engine) -> Iterator[Callable[[], _Reading]]:
 
 
 def _product_names(weights: ModelWeights) -> dict[int, str]:
-    """The steps of the matrices that have one of their own, by `id`."""
+    """The names of the steps for matrices that have a separate step, by `id` of the matrix."""
     names = {id(weights.head): "head"}
     for layer in weights.layers:
         names |= {id(layer.qkv): "qkv", id(layer.out): "output"}

@@ -51,8 +51,8 @@ def draw_profile(
 ) -> Profile:
     """Run `profiling.profile`, and draw its result in `output`, a new or empty folder, if given.
 
-    The other arguments are those of `profile`. Before anything is measured, raises BackendUnavailableError
-    without matplotlib, UsageError for an output that isn't an empty folder and OndeviceError for one that
+    The other arguments are those of `profile`. Before anything is measured, raises BackendUnavailableError if
+    matplotlib is missing, UsageError for an output that isn't an empty folder, and OndeviceError for one that
     can't be made. Raises what `profile` and `draw` raise.
     """
     with nullcontext() if output is None else _new_folder(output):
@@ -248,7 +248,9 @@ def _drafters(comparison: Comparison) -> list[str]:
 
 
 def _bars(comparison: Comparison) -> Iterator[tuple[str, list[float], float]]:
-    """Each drafter, the x positions of its bars' middles (one per task), and the width of a bar."""
+    """Yields each drafter, the x positions of the middles of its bars (one per task), and the
+    width of a bar.
+    """
     drafters = _drafters(comparison)
     width = BARS_WIDTH / max(1, len(drafters))
     for place, drafter in enumerate(drafters):
@@ -291,5 +293,5 @@ def _title(axes: Axes, model: str, what: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """`text` with dollar signs escaped: matplotlib would take them for the start of a formula."""
+    """`text` with dollar signs escaped, because matplotlib would take them for the start of a formula."""
     return text.replace("$", r"\$")

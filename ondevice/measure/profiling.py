@@ -1,6 +1,6 @@
 """Profiles a model on a text, and its flash: sparsity, misses of neuron caches, read throughput.
 
-Only gates that become exactly zero tell which neurons fire. For models without such gates only reads are
+Which neurons fire is known only if gates become exactly zero. For models without such gates only reads are
 measured, and `Profile.notes` say why. `plots` does the drawing.
 
 Legend: L layers, T tokens, F neurons of a layer.
@@ -74,8 +74,9 @@ class CacheMisses:
     """Miss rates of neuron caches: the share of firing neurons that a cache lacks, from 0 to 1.
 
     shares: cache sizes, as shares of all neurons; every rate belongs to one of them. policies: rates of the
-    runtime's own policies by name, with memory divided among layers as the runtime does. optimum: rates with
-    the future known (Belady). warm_up_tokens: number of tokens that weren't counted.
+    runtime's own policies by name, with memory divided among layers as the runtime does. optimum: rates of
+    the best possible policy, which knows the future (Belady). warm_up_tokens: number of tokens that weren't
+    counted.
     """
 
     shares: tuple[float, ...]
@@ -88,8 +89,8 @@ class CacheMisses:
 class Profile:
     """The result of `profile`.
 
-    tokens: length of the text that ran, 0 if none did. firing, misses: None if gates are hardly ever zero,
-        and with experts.
+    tokens: length of the text that the model ran over; 0 if it ran over none. firing, misses: None if gates
+        are hardly ever zero, and for models with experts.
     notes: sentences on what is missing or doubtful, and why.
     """
 
@@ -105,7 +106,7 @@ class Profile:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The profile as an object for JSON."""
         shown = asdict(self)
         if self.misses is not None:
             shown["misses"]["default_policy"] = DEFAULT_POLICY
@@ -120,7 +121,7 @@ def profile(
     tokens: int = PROFILE_TOKENS,
     on_progress: OnProgress = ignore_progress,
 ) -> Profile:
-    """Measure a model on the first `tokens` tokens of `text`, or on text that it writes itself.
+    """Measure a model on the first `tokens` tokens of `text`, or on text that the model writes.
 
     Args:
         model: a path, a name or an alias.
@@ -129,8 +130,8 @@ def profile(
         tokens: most tokens of the text.
         on_progress: called with the share done, from 0 to 1, and the current step.
 
-    The run holds in memory the weights that every token needs and all gate weights. On disk it takes
-    4 bytes per token and neuron.
+    The run holds in memory the weights that every token needs and all gate weights. On disk it takes 4 bytes
+    per token and neuron.
 
     Raises UsageError for too little text, OndeviceError if the disk has no room, and what `load` raises.
     """
@@ -179,10 +180,7 @@ def profile(
 
 
 def firing_of(gates: Sequence[Float32], lengths: Sequence[int]) -> Firing:
-    """How neurons fire, from gates (T, F) of each layer.
-
-    lengths: tokens of each piece of the text, which add up to T. At least one piece has two or more.
-    """
+    """How neurons fire, computed from the gates (T, F) of each layer."""
     spans = min(SPANS, max(lengths))
     ends = np.cumsum(lengths).tolist()
     ranges = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -201,9 +199,10 @@ def firing_of(gates: Sequence[Float32], lengths: Sequence[int]) -> Firing:
 def cache_misses(
     gates: Sequence[Float32], on_progress: Callable[[float], None] = lambda fraction: None
 ) -> CacheMisses:
-    """Replay gates (T, F) of each layer through caches of all sizes and policies.
+    """The miss rates of caches of all sizes and policies, computed by replaying the gates (T, F) of each
+    layer.
 
-    on_progress gets the share done.
+    on_progress gets the share done, from 0 to 1.
     """
     warm_up = min(WARM_UP_TOKENS, len(gates[0]) // 4)
     neurons = sum(layer.shape[1] for layer in gates)
@@ -226,7 +225,8 @@ def recorded_gates(
     pieces: Sequence[Sequence[int]],
     on_progress: OnCount = ignore_count,
 ) -> Iterator[list[Float32]]:
-    """Each layer's gates (T, F) before the activation, for pieces of token ids, each from an empty context.
+    """A context with each layer's gates (T, F) before the activation, for pieces of token ids, each run from
+    an empty context.
 
     They lie in files on disk that are read as they are used and deleted at the end. on_progress is called
     with the number of tokens done. Raises OndeviceError if the disk has no room, BundleError for a model
@@ -291,7 +291,7 @@ def _pieces(
 
 
 def _sampled_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
-    """A description in words, and pieces of text that the model samples to continue fixed prompts.
+    """A description in words, and pieces of text: fixed prompts, and what the model samples to continue them.
 
     The pieces have `tokens` tokens in all.
     """

@@ -1,6 +1,8 @@
-"""Prompts on which drafters are compared: short ones of several kinds of text, or the user's own. Text only.
+"""Prompts on which drafters are compared: short ones of several kinds of text, or texts of the user. Text
+only.
 
-The built-in prompts were written for this purpose. Those of one task are as alike as an application's.
+The built-in prompts were written for this purpose. The prompts of one task are as similar as those of one
+application.
 """
 
 from __future__ import annotations

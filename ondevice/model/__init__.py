@@ -1,1 +1,1 @@
-"""The forward pass, written once over the backend ops, and its state."""
+"""The forward pass, written once over the ops of backends, and the state of a text between passes."""

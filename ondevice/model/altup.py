@@ -4,8 +4,8 @@
     for each layer:  predicted = predict(streams);  streams = correct(predicted, layer(predicted[0]))
     x = gather(streams)
 
-A router of the stream that went through the layer mixes all of them. Legend: T tokens, D model width,
-C residual streams, (T, D) each.
+A router, which reads the stream that went through the layer, gives the coefficients that mix all streams.
+Legend: T tokens, D model width, C residual streams, (T, D) each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ ResidualStreams = list[Array]
 
 
 def spread(backend: Backend, weights: AltUpModel, x: Array) -> ResidualStreams:
-    """The first layer's input streams: x (T, D), and its products scaled to the root mean square of x."""
+    """The input streams of the first layer: x (T, D), and its products with matrices, scaled to the root mean
+    square of x.
+    """
     return [x, *(backend.match_rms(backend.linear(x, matrix), x) for matrix in weights.spread)]
 
 
@@ -30,14 +32,16 @@ def gather(backend: Backend, weights: AltUpModel, streams: ResidualStreams) -> A
 
 
 def predict(backend: Backend, weights: AltUpLayer, streams: ResidualStreams) -> ResidualStreams:
-    """Each stream plus a mix of all, by the router's coefficients for each token."""
+    """The predicted streams: each stream plus a mix of all streams, by the router's coefficients for each
+    token.
+    """
     count = len(streams)
     mix = backend.small_linear(_routed(backend, weights, streams[0]), weights.predict)
     return [_mixed(streams, mix[:, at * count : (at + 1) * count]) + x for at, x in enumerate(streams)]
 
 
 def correct(backend: Backend, weights: AltUpLayer, predicted: ResidualStreams, x: Array) -> ResidualStreams:
-    """The predicted streams, each plus a share of the layer's change, x - predicted[0]."""
+    """The corrected streams: each predicted stream plus a share of the layer's change, x - predicted[0]."""
     shares = backend.small_linear(_routed(backend, weights, x), weights.correct) + 1.0
     added = x - predicted[0]
     return [added * shares[:, at : at + 1] + stream for at, stream in enumerate(predicted)]
@@ -49,7 +53,7 @@ def _routed(backend: Backend, weights: AltUpLayer, x: Array) -> Array:
 
 
 def _mixed(streams: ResidualStreams, mix: Array) -> Array:
-    """The sum of the streams times the columns of mix (T, C): (T, D)."""
+    """The mix of the streams, (T, D): their sum, each multiplied by its column of mix (T, C)."""
     total = streams[0] * mix[:, :1]
     for at, stream in enumerate(streams[1:], 1):
         total = total + stream * mix[:, at : at + 1]

@@ -22,9 +22,9 @@ HALF_ROOT = 0.5**0.5
 
 
 class Place(NamedTuple):
-    """The place of `size` rows of one sequence: after `position` tokens in kv, which has room for them.
+    """Where `size` rows of one sequence belong: after `position` tokens in kv, which has room for them.
 
-    tree: of the rows; None: each row follows the one before.
+    tree: the rows' tree; None if each row follows the one before.
     """
 
     kv: SequenceState
@@ -34,10 +34,10 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The places of a batch's R rows, sequence by sequence.
+    """The places of a batch's R rows, one for each sequence.
 
-    rope_tables: cosine and sine, (R, Dh / 2) each, of the rows' positions, for each of the model's ropes.
-    adapted: first row to which adapters are added.
+    rope_tables: for each of the model's ropes, the cosine and sine of the rows' positions, (R, Dh / 2) each.
+    adapted: the first row to which adapters are added.
     """
 
     places: tuple[Place, ...]
@@ -54,7 +54,7 @@ def attention(
     rows: Rows,
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
-    """x + attention(norm(x)), (R, D), for x (R, D), with norms where `spec` has them; may overwrite x.
+    """x + attention(norm(x)), (R, D), for x (R, D), with the norms that `spec` has; may overwrite x.
 
     Stores the rows' keys and values, unless the layer reads those of another. A recurrent layer stores the
     next state of each sequence, or the rows' inputs if they run ahead. With a parallel mixer both are stored,
@@ -100,9 +100,10 @@ def _gates(backend: Backend, weights: LayerWeights, x: Array) -> Array | None:
 def _attended(
     backend: Backend, spec: LayerSpec, weights: LayerWeights, layer: int, qkv: Array, rows: Rows
 ) -> Array:
-    """Attention's output, (R, H * value width), for qkv (R, ...), within each row's sequence.
+    """The output of attention, (R, H * value width), for qkv (R, ...). Rows attend only within their
+    sequence.
 
-    In latent attention it is latents, (R, H * rank).
+    In latent attention the output is latents, (R, H * rank).
     """
     attend = spec.attention
     kv_layer = layer if attend.keys_of is None else attend.keys_of
@@ -158,7 +159,9 @@ def _mixed(
 
 
 def _together(backend: Backend, pieces: Sequence[tuple[int, Callable[[slice], Array]]]) -> Array:
-    """The results of all pieces, stacked. A piece is its number of rows, and a function of their slice."""
+    """The results of all pieces, stacked. A piece is a number of rows, and a function that takes the slice of
+    these rows.
+    """
     if len(pieces) == 1:
         return pieces[0][1](slice(None))
     results, first = [], 0
@@ -171,7 +174,7 @@ def _together(backend: Backend, pieces: Sequence[tuple[int, Callable[[slice], Ar
 
 
 def _laurel(backend: Backend, weights: LayerWeights, x: Array) -> Array:
-    """n + norm(up @ down @ n), (R, D), with n = norm(x): low-rank LAuReL (arXiv 2411.07501)."""
+    """The output of low-rank LAuReL (arXiv 2411.07501): n + norm(up @ down @ n), (R, D), with n = norm(x)."""
     low, norm = weights.laurel, weights.attention_norm
     assert low is not None
     assert norm is not None

@@ -1,8 +1,8 @@
 """Layers that draft a block of tokens at once: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
 Keys and values of the text are projections of a mixture of the target's hidden states. A block is the text's
-last token and masks behind it. Its rows see the text and each other, and each drafts a token. DSpark adds to
-a token's logits what the one before it suggests, by two matrices of low rank, the Markov head.
+last token followed by mask tokens. Its rows see the text and each other, and each drafts a token. DSpark adds
+logits that depend on the token before, computed by two low-rank matrices, the Markov head.
 
 Legend: n rows, B tokens of a block, D width of the layers, H query heads, Dh head width, V vocabulary.
 """
@@ -26,7 +26,7 @@ class DraftBlock:
         self._attention = loaded.config.layers[0].attention
 
     def add_rows(self, tokens: Sequence[int], hidden: Array, kv: SequenceState) -> None:
-        """Add keys and values of a text's tokens to kv. hidden: (n, D) from `LoadedDraftLayer.mixed`.
+        """Add the keys and values of a text's tokens to kv. hidden: (n, D), from `LoadedDraftLayer.mixed`.
 
         Raises the errors of the cache's allocator; kv is then as before.
         """
@@ -38,7 +38,8 @@ class DraftBlock:
         kv.extend(tokens)
 
     def logits(self, token: int, drafts: int, kv: SequenceState) -> Float32:
-        """Logits (drafts, V) of the tokens after `token`, which follows those in kv. kv stays as it is.
+        """Logits (drafts, V) of the tokens after `token`, the next token after those in kv, which stays as it
+        is.
 
         Raises the errors of the cache's allocator, and BundleError for logits that aren't finite.
         """
@@ -55,7 +56,9 @@ class DraftBlock:
         return loaded.logits(loaded.backend.rows(x, range(first, first + drafts)))
 
     def after(self, token: int, logits: Float32) -> Float32:
-        """Logits (V,) of a block's token that follows `token`."""
+        """The logits (V,) of a draft token that follows `token` in a block, with what the Markov
+        head adds.
+        """
         loaded = self._loaded
         if not loaded.layer.markov_rank:
             return logits
@@ -65,7 +68,7 @@ class DraftBlock:
         return logits + added
 
     def _attended(self, layer: int, qkv: Array, kv: SequenceState) -> Array:
-        """Attention's output (B, H * Dh) in the rows of a block behind kv, each of which sees all others."""
+        """Attention's output (B, H * Dh) for the rows of a block after kv. Each row sees all others."""
         loaded, spec, position = self._loaded, self._loaded.layer, kv.length
         cos, sin = loaded.rope.run(position, spec.block)
         queries = loaded.backend.rows(qkv, range(spec.block))[:, : spec.query_size]
@@ -83,7 +86,9 @@ class DraftBlock:
         return loaded.backend.stacked(seen)
 
     def _store(self, layer: int, qkv: Array, kv: SequenceState, position: int) -> None:
-        """Store keys and values of rows (n, queries, keys and values); attention is to no other row."""
+        """Store the keys and values of rows, (n, queries, keys and values), without attention to
+        other rows.
+        """
         cos, sin = self._loaded.rope.run(position, qkv.shape[0])
         attention = replace(self._attention, window=1)
         self._loaded.backend.attend(qkv, kv, layer, position, cos, sin, attention, self._norms(layer))

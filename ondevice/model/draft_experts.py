@@ -1,7 +1,7 @@
 """The feed-forward of a draft layer with experts, all of which are in memory.
 
-A model's experts come through a cache (`sparsity/`), but a draft layer runs between the model's passes, for
-few rows, so its experts are loaded matrices. A row's experts are added in ascending order.
+A model's experts are read through a cache (`sparsity/`). A draft layer runs between the model's passes, for
+few rows, so its experts stay loaded as matrices. A row's experts are added in ascending order.
 
 Legend: n rows, D width of the layer, E experts, k chosen for a row.
 """
@@ -82,7 +82,9 @@ class DraftExperts:
         return out
 
     def _outputs(self, x: Array, backend: Backend, ids: NDArray[np.int32]) -> tuple[Array, NDArray[np.int64]]:
-        """The outputs (n * k, D) of experts ids (n, k) for x (n, D), and the row (n, k) of each output."""
+        """The outputs (n * k, D) of the experts `ids` (n, k) for x (n, D), and the row of each output, (n,
+        k).
+        """
         places, parts, first = np.empty(ids.shape, np.int64), [], 0
         for expert in np.unique(ids).tolist():
             chosen = ids == expert
@@ -96,6 +98,6 @@ class DraftExperts:
 
 
 def _column(backend: Backend, values: Float32) -> Array:
-    """n values as a backend's array (n, 1)."""
+    """The n values as an array (n, 1) of the backend."""
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     return backend.load_vector(flat).reshape(len(flat), 1)

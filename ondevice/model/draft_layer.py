@@ -1,8 +1,8 @@
 """A draft layer: an extra decoder layer that drafts from the hidden states of the model's passes.
 
 A row reads a token's embedding and the hidden state after the previous token. Its output approximates the
-hidden state after its token, which the row of the next draft token reads. `bundle/draft_layers.py` describes
-the kinds of draft layers, `draft_experts.py` has the feed-forward of a layer with experts, and
+hidden state after its token, and is the input of the next draft token's row. `bundle/draft_layers.py`
+describes the kinds of draft layers, `draft_experts.py` has the feed-forward of a layer with experts, and
 `draft_block.py` runs layers that draft a block at once.
 
 Legend: n rows, D width of the draft layer, T of the target, V target's vocabulary, N tokens of its head.
@@ -45,7 +45,7 @@ CHOICE_BIAS = "choice_bias"
 
 @dataclass(frozen=True)
 class _Read:
-    """A part that stays in host memory, read in one piece."""
+    """A part that is read in one piece and stays in host memory."""
 
     field: str
     read: Any
@@ -75,7 +75,7 @@ class _Embeddings:
         return self.rows.tasks()
 
     def load(self, backend: Backend, ahead: TaskResults) -> NDArray[np.float16]:
-        """Raises BundleError for values that aren't finite."""
+        """The embeddings, read piece by piece. Raises BundleError for values that aren't finite."""
         count, table = self.rows.num_rows, memory.empty((0, 0), np.float16)
         for row0 in self.rows.starts:
             values = ahead.next().codes.view(np.float16)
@@ -104,9 +104,9 @@ class LoadedDraftLayer:
         vocab_size: int,
         max_context: int,
     ) -> None:
-        """loaded: vectors and matrices by name, and `tokens` and `embeddings` if they are stored.
+        """loaded: vectors and matrices by name, also `tokens` and `embeddings` if they are stored.
 
-        vocab_size: the target's.
+        vocab_size: size of the target's vocabulary.
         """
         self.layer = layer
         self.backend = backend
@@ -126,7 +126,9 @@ class LoadedDraftLayer:
         self._experts = self._mixture()
 
     def mixed(self, tapped: Sequence[Array]) -> Array:
-        """The hidden states of rows, (n, D or T), from the target's, (n, T) for each of `taps`."""
+        """The hidden states that the layer reads, (n, D or T), mixed from the target's hidden states, (n, T)
+        for each of `taps`.
+        """
         backend, layer, mixed = self.backend, self.layer, None
         if layer.kind == "mtp":
             if not layer.states_normed:
@@ -143,7 +145,7 @@ class LoadedDraftLayer:
         return backend.rows(mixed, range(tapped[0].shape[0]))
 
     def run(self, tokens: Sequence[int], hidden: Array, kv: SequenceState) -> Array:
-        """Hidden states (n, D) after `tokens`, whose keys and values are added to kv.
+        """The hidden states (n, D) after `tokens`. Adds the tokens' keys and values to kv.
 
         tokens: (n,) at most PIECE_ROWS ids, which follow those in kv. hidden: (n, D or T) from `mixed` or an
         earlier `run`; may be overwritten. Raises the errors of the cache's allocator; kv is then as before.
@@ -192,13 +194,13 @@ class LoadedDraftLayer:
         return logits
 
     def embedded(self, tokens: Sequence[int]) -> Array:
-        """(n, D) embeddings."""
+        """The embeddings of token ids (n,): (n, D)."""
         if self.layer.own_embeddings:
             return self.table_rows(tokens)
         return self.backend.embedding(self._embedding, np.asarray(tokens, dtype=np.int32))
 
     def table_rows(self, tokens: Sequence[int]) -> Array:
-        """Rows (n, D or R) of the stored table."""
+        """The rows of the stored table for token ids (n,): (n, D or R)."""
         rows = self.weights[EMBEDDINGS][list(tokens), : self.layer.table_width].astype(np.float32)
         return self.backend.load_vector(rows.reshape(-1)).reshape(rows.shape)
 
@@ -207,14 +209,14 @@ class LoadedDraftLayer:
         return Norm(self.weights[name], self.layer.eps)
 
     def gated(self, prefix: str) -> GatedMatrices:
-        """The feed-forward of the matrices with this prefix."""
+        """The feed-forward whose matrices have this prefix."""
         return GatedMatrices(*(self.weights[prefix + it] for it in GATED))
 
     def _head_norms(self) -> HeadNorms | None:
         return HeadNorms(self.norm("q_norm"), self.norm("k_norm")) if self.layer.head_norm else None
 
     def _attention_block(self) -> LayerWeights:
-        """The attention's weights, in the form of a model's layer."""
+        """The weights of the layer's attention, in the form of a model's layer."""
         weights, latent = self.weights, None
         if (spec := self.layer.latent) is not None:
             query_norm = Norm(weights["query_norm"], spec.eps) if spec.query_rank else None
@@ -256,7 +258,7 @@ class LoadedDraftLayer:
 
 
 def expert_name(matrix: str, number: int) -> str:
-    """Field name of an expert's part of a matrix."""
+    """The field name of an expert's matrix."""
     return f"{matrix}.{number}"
 
 
@@ -271,8 +273,8 @@ def load_draft_layer(
 ) -> LoadedDraftLayer:
     """Load the bundle's draft layer into `backend`.
 
-    reader: of its file. target: the model's weights, whose embedding, norm and head it may share. cancelled:
-    called between two pieces.
+    reader: opened over its file. target: the model's weights, whose embedding, norm and head it may share.
+    cancelled: called between two pieces.
 
     Raises BundleError if its bytes can't be weights, FlashReadError if they don't match their checksum,
     Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
@@ -307,7 +309,9 @@ def load_draft_layer(
 def _matrix_parts(
     layer: DraftLayer, file: TensorFile, field: str, matrix: DraftMatrix, bias: Callable[[], Float32] | None
 ) -> Iterator[MatrixPart]:
-    """The part of the matrix `field`, or one part for each expert. bias: reads its bias, or None."""
+    """The part to load for the matrix `field`, or one part for each expert. bias: reads the matrix's bias;
+    None without one.
+    """
     stored, name = matrix.stored(layer.bits), layer.name(field)
     read = partial(file.rows, name, stored)
     if not field.startswith("experts."):
@@ -319,12 +323,14 @@ def _matrix_parts(
 
 
 def _rows_from(read: Callable[[int, int], RowChunk], first: int, row0: int, count: int) -> RowChunk:
-    """Rows first + row0 .. first + row0 + count, numbered from row0 on."""
+    """Rows first + row0 .. first + row0 + count of a table, numbered from row0 on."""
     return read(first + row0, count)._replace(row0=row0)
 
 
 def _tokens(bundle: Bundle, layer: DraftLayer, file: TensorFile) -> NDArray[np.int64]:
-    """The tokens of the layer's head. Raises BundleError unless they are ascending ids of the vocabulary."""
+    """The tokens that the layer's head has rows for. Raises BundleError unless they are ascending ids of the
+    vocabulary.
+    """
     span = bundle.tensor_span(layer.name(TOKENS))
     tokens = file.read(span.offset, span.nbytes).view(np.uint32).astype(np.int64)
     if tokens[-1] >= bundle.config.vocab_size or (np.diff(tokens) <= 0).any():

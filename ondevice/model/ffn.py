@@ -1,4 +1,4 @@
-"""One layer's feed-forward block: norm, feed-forward, gated (arXiv 2002.05202) or not, residual.
+"""One layer's feed-forward block: norm, feed-forward (gated, arXiv 2002.05202, or not), and residual.
 
 The backend and `sparsity` decide where neurons are and which are multiplied.
 """
@@ -22,7 +22,7 @@ def feed_forward(
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), by `spec`.
+    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` describes it.
 
     In a layer with experts, `Backend.mixture` takes the place of the feed-forward. Without a feed-forward the
     result is the residual.

@@ -1,6 +1,6 @@
 """A range of a model's layers, and the state of a forward pass between two layers.
 
-Where several machines share a model, each runs a range of its layers, and the state of a pass goes from one
+If several machines share a model, each runs a range of its layers, and the state of a pass goes from one
 machine to the next (`LaterLayers`). On one machine the range has all layers. This module knows nothing of
 embeddings, heads, sampling and networks. Legend: T tokens, D model width, R rows of a batch, S streams of a
 token, L layers, W values of a layer's per-layer inputs.
@@ -41,7 +41,7 @@ Release = Callable[[Block], None]
 
 
 class SequencePart(NamedTuple):
-    """The tokens of one sequence in a pass, which follow those in its kv, as in `Transformer.run`."""
+    """The tokens of one sequence in a pass. They follow those in its kv, as in `Transformer.run`."""
 
     batch: ForwardBatch
     kv: SequenceState
@@ -51,10 +51,11 @@ class SequencePart(NamedTuple):
 class ForwardPass:
     """The inputs of a forward pass.
 
-    parts: the sequences; a pass with streams or taps has one. batch: of all sequences. taps: layers of the
-    model, ascending, whose inputs are wanted; the number of layers stands for the last layer's output.
-    streamed: rows of the tokens that get streams in this pass; with it, initial states of every token's
-    streams are wanted. branches: whether, without it, those of the last token's streams are wanted.
+    parts: the sequences; a pass with streams or taps has one. batch: the batch of all sequences. taps:
+    ascending numbers of the layers whose inputs are wanted; the number of layers stands for the last layer's
+    output. streamed: rows of the tokens that get streams in this pass; if given, the initial states of every
+    token's streams are wanted. branches: whether the initial states of the last token's streams are wanted if
+    `streamed` isn't given.
     """
 
     parts: tuple[SequencePart, ...]
@@ -65,7 +66,7 @@ class ForwardPass:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it has results other than keys and values."""
+        """Whether the pass has wanted results other than keys and values."""
         return not self.batch.silent or bool(self.taps)
 
 
@@ -75,7 +76,8 @@ class PassState:
 
     residual_streams: (R, D) each, one in most models; layers may overwrite them. inputs: per-layer inputs of
     the remaining layers, (T, L * W), or None. entered: whether the pass's streams have entered. branches:
-    initial states of streams, (n * S, D), as in `ForwardOutput`. tapped: (n, D) each, of the taps so far.
+    initial states of streams, (n * S, D), as in `ForwardOutput`. tapped: (n, D) each, the inputs of the
+    layers in `taps` so far.
     """
 
     residual_streams: ResidualStreams
@@ -91,9 +93,9 @@ class LaterLayers(Protocol):
     def run(
         self, forward_pass: ForwardPass, state: PassState, backend: Backend, streams: int
     ) -> PassState | None:
-        """Run the layers. Returns the last layer's output; None for a pass without wanted results.
+        """Run the layers. Returns the state after the last layer; None for a pass without wanted results.
 
-        backend: of the states' arrays. streams: number of a token's streams, or 0.
+        backend: the backend that the state's arrays belong to. streams: number of a token's streams, or 0.
 
         Raises the other machines' errors, after which no pass may follow.
         """
@@ -101,28 +103,28 @@ class LaterLayers(Protocol):
     def new_state(
         self, layout: KVLayout, allocate: Allocate, release: Release, arrays: KVArrays | None = None
     ) -> SequenceState:
-        """An empty `SequenceState`, whose parts for later layers are on the other machines.
+        """An empty `SequenceState`. Its parts for later layers are on the other machines.
 
         Truncations and copies here are repeated there before the next pass.
         """
 
     def short_of_room(self, layout: KVLayout, nbytes: int = 0) -> str:
-        """The name of a machine without room for its parts of all states and of a new block or buffer of
-        nbytes bytes here; "" if all have room.
+        """The name of a machine that lacks room for its parts of all states, including a new block or buffer
+        that takes nbytes here. "" if all have room.
         """
 
     def narrowed(self, widths: RowWidths) -> RowWidths:
-        """The narrowest of these widths, which are this machine's, and the others'."""
+        """The narrowest widths of all machines. widths: those of this machine."""
 
     def prompt_rows(self, rows: int, equal_rows: int, offloads: bool) -> int:
-        """Most tokens of a prompt's pass: `rows`, or fewer where that pipelines better.
+        """The most tokens of a prompt's pass: `rows`, or fewer if that keeps the machines busier.
 
-        `rows` if passes of more than equal_rows have other bits, or if weights are read from flash, here
-        (`offloads`) or on another machine.
+        It is `rows` if passes of more than equal_rows rows give other bits, or if weights are read from
+        flash, here (`offloads`) or on another machine.
         """
 
     def expect(self, kv: SequenceState, n_tokens: int) -> None:
-        """Announce a text whose state will have n_tokens; the remaining memory is for neurons."""
+        """Announce a text whose state will have n_tokens. Memory beyond that may be used for neurons."""
 
     def keep(self, kv: SequenceState, start: int, path: Sequence[int]) -> None:
         """Keep only the nodes of `path` of a tree, as `LayerRange.keep`."""
@@ -131,7 +133,7 @@ class LaterLayers(Protocol):
         """The stats of all machines, in order. rank_stats: of this one, rank 0, without its messages."""
 
     def end(self) -> None:
-        """End the other machines' work: no pass follows. Idempotent."""
+        """End the other machines' work. No pass may follow. Idempotent."""
 
     def accept(self, rows: Sequence[int]) -> None:
         """Take the rows of the last pass's batch whose tokens are part of the text."""
@@ -140,8 +142,8 @@ class LaterLayers(Protocol):
 class LayerRange:
     """Layers of a model, from `first` on, with a backend that has loaded them.
 
-    config, weights: of these layers. streams: None without multi-stream attention.
-    It runs on the thread that created it, as passes use that thread's caches.
+    config, weights: those of these layers. streams: None without multi-stream attention. It must be used on
+    the thread that created it, because passes use that thread's caches.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class LayerRange:
         self._plain = backend.plain_layers(config, weights.layers)
 
     def begin(self, forward_pass: ForwardPass) -> None:
-        """Prepare for a pass: reserve room for its tokens. Raises the cache's allocator's errors."""
+        """Prepare for a pass: reserve room for its tokens. Raises what the cache's allocator raises."""
         check_thread(self._thread)
         for batch, kv in forward_pass.parts:
             kv.reserve(kv.length + len(batch.tokens) + batch.stream_rows)
@@ -171,7 +173,9 @@ class LayerRange:
         self.backend.begin_pass(forward_pass.batch)
 
     def _begin_states(self, kv: SequenceState, batch: ForwardBatch) -> None:
-        """Prepare recurrent states for `batch`: passes with drafts run ahead, others stop at a mark."""
+        """Prepare recurrent states for `batch`. In a pass with drafts tokens run ahead of the states; other
+        passes stop at a mark.
+        """
         if kv.states is None:
             return
         tree = None if batch.tree is None or batch.tree.is_chain else batch.tree
@@ -184,7 +188,7 @@ class LayerRange:
     def run_layers(
         self, forward_pass: ForwardPass, state: PassState, cancelled: IsCancelled | None = None
     ) -> PassState:
-        """Run the layers over the first layer's input. `begin` comes before, `take` after.
+        """Run the layers over the first layer's input. Call `begin` before it and `take` after it.
 
         A pass of streams alone runs only the stream layers. Raises Cancelled if `cancelled()` holds between
         two layers, and errors of reads.
@@ -231,10 +235,10 @@ class LayerRange:
         kv: SequenceState,
         inputs: Array | None = None,
     ) -> ResidualStreams:
-        """One layer's output, over tokens that follow those in kv, to which it adds them.
+        """One layer's output for tokens that follow those in kv. Adds the tokens to kv.
 
         residuals: the input, (T, D) each; may be overwritten. inputs: the layer's per-layer inputs, (T, W).
-        Raises WrongThreadError, and the cache's allocator's errors.
+        Raises WrongThreadError, and what the cache's allocator raises.
         """
         batch = ForwardBatch(tokens)
         forward_pass = ForwardPass((SequencePart(batch, kv),), batch)
@@ -251,7 +255,7 @@ class LayerRange:
         self.commit(kv, kv.length)
 
     def commit(self, kv: SequenceState, n_tokens: int) -> None:
-        """Advance recurrent states to n_tokens of kv, by replaying tokens that ran ahead."""
+        """Bring the recurrent states to n_tokens of kv, by replaying tokens that ran ahead of them."""
         states = kv.states
         if states is None or states.position >= n_tokens:
             return
@@ -269,7 +273,7 @@ class LayerRange:
         kv.commit(n_tokens, replay)
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Tell the backend which draft tokens of the last pass join the text.
+        """Tell the backend which draft tokens of the last pass were accepted.
 
         rows: rows of `batch` whose tokens are part of the text, ascending.
         """
@@ -282,13 +286,17 @@ class LayerRange:
         return self.first + layer + 1 == self.config.model_layers
 
     def _tap(self, forward_pass: ForwardPass, layer: int, x: Array, count: int, tapped: list[Array]) -> None:
-        """Add a copy of the first `count` rows of x, the input of the model's `layer`, if it is wanted."""
+        """Add a copy of the first `count` rows of x to `tapped`, if x, the input of the model's `layer`, is
+        wanted.
+        """
         if layer in forward_pass.taps:
             # A copy, as layers overwrite their input.
             tapped.append(self.backend.rows(x, range(count)))
 
     def _run_plain(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows, taps: Sequence[int]) -> int:
-        """The number of layers from `layer` on that the backend has run at once, over x (R, D), in place."""
+        """Run layers from `layer` on in one call of the backend, over x (R, D) in place, and return how many
+        ran.
+        """
         if self._plain is None or len(rows.places) != 1 or batch.stream_rows or batch.resident_only:
             return 0
         stop = self.config.num_layers if self.streams is None else self.streams.first_layer
@@ -308,7 +316,7 @@ class LayerRange:
         inputs: Array | None,
         taps: Sequence[int] = (),
     ) -> ResidualStreams:
-        """One layer over all residual streams. inputs: the layer's per-layer inputs, (T, W)."""
+        """The residual streams after one layer. inputs: the layer's per-layer inputs, (T, W)."""
         backend, weights = self.backend, self.weights.layers[layer]
         if weights.altup is None:
             x = self._layer(layer, residuals[0], batch, rows, taps)
@@ -328,7 +336,7 @@ class LayerRange:
         return residuals if weights.scale is None else [x * weights.scale for x in residuals]
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows, taps: Sequence[int]) -> Array:
-        """One layer's output (R, D) for the rows of `batch`, x (R, D), or (1, D) for the last row alone."""
+        """One layer's output for the rows of `batch`, (R, D), or (1, D) for the last row alone. x: (R, D)."""
         backend, spec, weights = self.backend, self.config.layers[layer], self.weights.layers[layer]
         adapters = None
         if self.streams is not None and rows.adapted < x.shape[0]:
@@ -353,7 +361,9 @@ class LayerRange:
         return out if before is None else backend.stacked([before, out])
 
     def _placed(self, forward_pass: ForwardPass, entered: bool) -> tuple[ForwardBatch, Rows]:
-        """The batch of a pass, with its streams if they have entered, and its rows. Reserves their room."""
+        """The batch of a pass, including stream rows if streams have entered, and its rows. Reserves room for
+        them.
+        """
         batch, parts = forward_pass.batch, forward_pass.parts
         if entered and forward_pass.streamed:
             assert self.streams is not None
@@ -381,7 +391,7 @@ class LayerRange:
         return replace(state, residual_streams=[x], entered=True, branches=self._branches(x, range(size)))
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
-        """Initial states of the streams of `tokens`: (n * S, D)."""
+        """The initial states of the streams of `tokens`: (n * S, D)."""
         assert self.streams is not None
         rows = self.backend.rows(x, tokens)
         return self.backend.add_streams(rows, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
@@ -403,13 +413,13 @@ def positions(places: Sequence[Place]) -> NDArray[np.integer]:
 
 
 def _rope_tables(rope: Rope, place: Place) -> tuple[Float32, Float32]:
-    """Cosine and sine, each (n, Dh / 2), of the rows at a place."""
+    """Cosine and sine, each (n, Dh / 2), for the rows at a place."""
     if place.tree is None:
         return rope.run(place.position, place.size)
     return rope.tables(place.position + place.tree.depths)
 
 
 def _joined(tables: Sequence[tuple[Float32, Float32]]) -> tuple[Float32, Float32]:
-    """Cosine and sine of the rows at all places."""
+    """Cosine and sine of several places' rows, concatenated."""
     cosines, sines = zip(*tables, strict=True)
     return np.concatenate(cosines), np.concatenate(sines)

@@ -66,11 +66,11 @@ from ondevice.model_config import AttentionSpec, LayerSpec, ModelConfig
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
-    """The files to open a FlashReader with, in the order of the indices that sources use.
+    """The files to open a FlashReader with. Sources refer to files by their index in this list.
 
     In order: the resident file, neurons, the embedding, per-layer inputs, experts stored as matrices, then
-    gate rows for `exact` where activations zero gates, predictors for `predicted`, and adapters with
-    `streams`. Raises BundleError if the bundle lacks one of them.
+    gate rows for `exact` if activations zero gates, predictors for `predicted`, and adapters with `streams`.
+    Raises BundleError if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), *(bundle.neuron_file(layer) for layer in layers)]
@@ -97,7 +97,8 @@ def load_weights(
     point: OperatingPoint | None = None,
     streams_matrices: bool = False,
 ) -> ModelWeights:
-    """Load a model, or a part of one, into `backend` from `reader`, opened over the bundle's files.
+    """The weights of a model or a part of one, loaded into `backend` from `reader`, which is opened over the
+    bundle's files.
 
     A missing embedding table or output head is None.
 
@@ -160,7 +161,7 @@ def load_weights(
 def _layers_parts(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, sparsity: Sparsity, streams_matrices: bool
 ) -> list[list[Part]]:
-    """The parts of each layer."""
+    """For each layer, the parts to load."""
     layers = []
     for layer in range(bundle.config.num_layers):
         parts = layer_parts(bundle.config, bundle.quant, resident, layer)
@@ -176,7 +177,9 @@ def _layers_parts(
 def _head_parts(
     bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None, streams_matrices: bool
 ) -> list[Part]:
-    """The parts of the head: one, or one for each unit that stays on flash; empty without a head."""
+    """The parts to load for the head: one, or one for each unit if the head stays on flash; empty without a
+    head.
+    """
     if not bundle.config.part.heads:
         return []
     head, parts = head_part(bundle, resident, embedding), list[Part]()
@@ -194,7 +197,9 @@ def _slice(read: Callable[[], Float32], first: int, stop: int) -> Float32:
 
 
 def blocks_of_model(config: ModelConfig, weights: Mapping[str, Any], table: Embedding) -> dict[str, Any]:
-    """The fields of ModelWeights that few models have, from weights by name. table: of per-layer inputs."""
+    """The fields of ModelWeights that few models have, made of loaded weights by name. table: the table of
+    per-layer inputs.
+    """
     fields: dict[str, Any] = {name: weights.get(name) for name in ("project_in", "project_out")}
     if config.has_inputs_table:
         norm = _weight_norm(config, weights, "per_layer")
@@ -215,7 +220,7 @@ def layer_weights(
     loaded: Mapping[str, Any],
     feed_forward: FeedForward,
 ) -> LayerWeights:
-    """The weights of the layer `spec`, from the loaded `layer_parts` by field, and its neurons."""
+    """The weights of the layer `spec`, made of its loaded `layer_parts` by field and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
@@ -254,7 +259,7 @@ def _latent(spec: LayerSpec, weights: Mapping[str, Any]) -> LatentWeights | None
 
 
 def _other_blocks(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of LayerWeights that few models have, from a layer's weights by name."""
+    """The fields of LayerWeights that few models have, made of a layer's loaded weights by name."""
     fields: dict[str, Any] = {}
     if "laurel.down" in weights:
         norm = _weight_norm(config, weights, "laurel")
@@ -281,7 +286,9 @@ def _other_blocks(config: ModelConfig, weights: Mapping[str, Any]) -> dict[str, 
 def _gates(
     backend: Backend, config: ModelConfig, spec: LayerSpec, weights: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of LayerWeights of gated attention or recurrent layers, from a layer's weights by name."""
+    """The fields of LayerWeights for gated attention or recurrent layers, made of a layer's loaded weights by
+    name.
+    """
     if spec.conv is not None:
         return {"conv": weights["conv.weight"].reshape(spec.conv.taps, -1)}
     if spec.mamba2 is not None:
@@ -323,7 +330,9 @@ def _weight_norm(config: ModelConfig, loaded: Mapping[str, Any], block: str) -> 
 
 
 def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
-    """The norms of queries and keys, from the loaded vectors q_norm, k_norm, and the same with `_bias`."""
+    """The norms of queries and keys, made of the loaded vectors `q_norm` and `k_norm`, and those with
+    `_bias`.
+    """
     if spec.head_norm == "none":
         return None
     q, k = (
@@ -337,30 +346,32 @@ def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> He
 
 
 def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
-    """The part of learned positions; empty if the model has none."""
+    """The part to load for learned positions, as a list; empty if the model has none."""
     return [VectorPart(POSITIONS, partial(resident.vector, POSITIONS))] if config.learned_positions else []
 
 
 def loaded_positions(config: ModelConfig, loaded: Mapping[str, Any]) -> Array | None:
-    """`ModelWeights.positions`, from the loaded `position_parts` by field."""
+    """The learned positions for `ModelWeights.positions`, from the loaded `position_parts` by field; None
+    without any.
+    """
     if not config.learned_positions:
         return None
     return loaded[POSITIONS].reshape(config.max_context, config.hidden_size)
 
 
 def feed_forward_biases(loaded: Mapping[str, Any]) -> Biases:
-    """The biases of a layer's feed-forward, from the loaded `layer_parts` by field."""
+    """The biases of a layer's feed-forward, made of its loaded `layer_parts` by field."""
     return Biases(loaded.get("gate_bias"), loaded.get("down_bias"))
 
 
 def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> Norm:
-    """The norm `field`, from the loaded `norm_parts` by field."""
+    """The norm `field`, made of the loaded `norm_parts` by field."""
     norm = config.norm
     return Norm(loaded[field], norm.eps, loaded.get(f"{field}_bias"), norm.kind == "layer")
 
 
 def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, layer: int) -> list[Part]:
-    """The parts of one layer's LayerWeights in the resident file, in the file's order."""
+    """The parts to load for one layer's LayerWeights, in the order of the resident file."""
     prefix = f"layers.{layer}"
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
@@ -399,14 +410,14 @@ def layer_parts(config: ModelConfig, quant: QuantConfig, resident: TensorFile, l
 
 
 def model_weight_parts(bundle: Bundle, resident: TensorFile) -> list[Part]:
-    """The parts of `model_weight_shapes`, whose fields are the names there."""
+    """The parts to load for `model_weight_shapes`. Their fields are the names there."""
     return _weight_parts(resident, bundle.quant, "", model_weight_shapes(bundle.config))
 
 
 def _weight_parts(
     resident: TensorFile, quant: QuantConfig, prefix: str, weights: Sequence[WeightShape]
 ) -> list[Part]:
-    """The parts of `weights`. A matrix is loaded with its bias, `<name>.bias`, if there is one."""
+    """The parts to load for `weights`. A matrix is loaded with its bias, `<name>.bias`, if there is one."""
     biases = {f"{weight.name}.bias" for weight in weights if weight.is_matrix}
     biases &= {weight.name for weight in weights}
     parts: list[Part] = []
@@ -423,14 +434,16 @@ def _weight_parts(
 
 
 def section(resident: TensorFile, name: str, matrix: TiledMatrix) -> TiledSection:
-    """The resident tensor `name`, with the layout of `matrix`, as a section of a part."""
+    """The resident tensor `name` as a section of a part, with the layout of `matrix`."""
     return TiledSection(
         matrix, partial(resident.tiles, name, matrix.tile_bytes), resident.place(name, matrix)
     )
 
 
 def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
-    """The parts of the norm `name`. Fields are the last word of the name, and the same with `_bias`."""
+    """The parts to load for the norm `name`. Their fields are the last word of the name, and this with
+    `_bias`.
+    """
     field = name.split(".")[-1]
     weight = VectorPart(field, partial(resident.vector, f"{name}.weight"))
     if not config.norm.bias:
@@ -439,7 +452,9 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 
 
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords | None) -> TilesPart:
-    """The output head, of one section: in the resident file, or the embedding's tiles if they are tied."""
+    """The part to load for the output head, which has one section: in the resident file, or the embedding's
+    tiles if tied.
+    """
     config, matrix = bundle.config, head_matrix(bundle.config, bundle.quant)
     if config.tie_embeddings:
         assert embedding is not None

@@ -1,4 +1,4 @@
-"""Parts of a model's weights: each declares its reads and its loading together, in one order."""
+"""The parts of a model's weights. Each part declares how it is read and how it is loaded, in one order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Tiles = Callable[[int, int], Bytes]
 
 
 class Part(Protocol):
-    """A weight to load: its reads, and the loading that takes their results in the same order."""
+    """A weight to load: the tasks that read it, and a function that loads the results of these tasks in the
+    same order.
+    """
 
     @property
     def field(self) -> str: ...
@@ -36,7 +38,9 @@ class Part(Protocol):
 
 
 def part_tasks(parts: Iterable[Part], cancelled: IsCancelled) -> Iterator[Callable[[], Any]]:
-    """The reads of `parts`, in order. Raises Cancelled if `cancelled()` holds between two of them."""
+    """Yields the reading tasks of `parts`, in order. Raises Cancelled if `cancelled()` holds between two of
+    them.
+    """
     for part in parts:
         for task in part.tasks():
             if cancelled():
@@ -106,7 +110,7 @@ class _ReadLinear:
 
 @dataclass(frozen=True)
 class TiledSection:
-    """A matrix that is stored as tiles, read in chunks. place: of the tiles on flash."""
+    """A matrix that is stored as tiles and read in chunks. place: where its tiles lie on flash."""
 
     matrix: TiledMatrix
     read: Tiles
@@ -117,7 +121,7 @@ class TiledSection:
         return FlashMatrix(self.matrix, self.place)
 
     def rows(self, first: int, matrix: TiledMatrix) -> TiledSection:
-        """The section of `matrix`, the rows from `first` on, a multiple of 16."""
+        """The section of only the rows of `matrix`, which begin at row `first`, a multiple of 16."""
         tile, (file, offset, stride) = first // TILE_ROWS, self.place
         place = TilePlace(file, offset + tile * stride, stride)
         return TiledSection(matrix, lambda start, count: self.read(tile + start, count), place)
@@ -137,7 +141,7 @@ class TiledSection:
 
 @dataclass(frozen=True)
 class TilesPart:
-    """A matrix with the rows of all sections, in order."""
+    """A matrix to load, made of the rows of all sections in order."""
 
     field: str
     sections: tuple[TiledSection, ...]
@@ -156,7 +160,9 @@ class TilesPart:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """A matrix that stays on flash until a pass needs it. unit: the group that is read together."""
+    """A matrix that stays on flash until a pass needs it. unit: number of the group of matrices read
+    together.
+    """
 
     part: TilesPart
     unit: int

@@ -1,4 +1,4 @@
-"""Per-layer inputs: a token's row of a second table, on flash, with values for each layer.
+"""Per-layer inputs: values for each layer, from a token's row of a second table, which is on flash.
 
 Legend: T tokens, D model width, L layers, W values for a layer.
 """
@@ -13,7 +13,9 @@ from ondevice.model_config import Activation, ModelConfig
 def per_layer_inputs(
     backend: Backend, weights: PerLayerInputs, tokens: Int32, x: Array, config: ModelConfig
 ) -> Array:
-    """The inputs of all layers, (T, L * W): scaled rows of the tokens plus norm(projection @ x), x (T, D)."""
+    """The inputs of all layers, (T, L * W), for tokens (T,): their scaled rows of the table, plus
+    norm(projection @ x), x (T, D).
+    """
     rows, width = backend.embedding(weights.table, tokens), config.per_layer_width
     if config.per_layer_multiplier != 1.0:
         rows *= config.per_layer_multiplier

@@ -1,7 +1,7 @@
-"""The number of rows of each prompt in a forward pass.
+"""Decides how many rows each prompt has in a forward pass.
 
-A prompt's rows take most of the time of a pass, for which decoding texts wait. So short prompts go first, a
-pass has the number of rows that takes `pass_seconds` by the latest timings, and a long prompt is left out of
+Prompt rows take most of a pass's time, and decoding texts wait for the pass. So short prompts go first, and a
+pass gets as many prompt rows as take `pass_seconds` by the latest timings. A long prompt is left out of
 passes for at most a tenth of its reading time. This module knows nothing of models and threads.
 """
 
@@ -36,10 +36,12 @@ class _Prompt:
 
 
 class PrefillSchedule:
-    """Divides passes among prompts by the time of earlier passes. It belongs to the passes' thread."""
+    """Divides passes among prompts by the time of earlier passes. Used by the thread that runs the passes."""
 
     def __init__(self, max_rows: int, pass_seconds: Callable[[], float]) -> None:
-        """max_rows: of a pass. pass_seconds: the longest time that a pass should take; 0: no limit."""
+        """max_rows: the most rows of a pass. pass_seconds: returns the longest time that a pass should take;
+        0: no limit.
+        """
         self._max_rows = max_rows
         self._pass_seconds = pass_seconds
         self._prompts: dict[SequenceState, _Prompt] = {}
@@ -74,7 +76,7 @@ class PrefillSchedule:
         return rows
 
     def passed(self, seconds: float, rows: Mapping[SequenceState, int], text_rows: int) -> None:
-        """Note a pass: its time, and the rows of each prompt and of all texts."""
+        """Record a pass: its time, the rows of each prompt, and the rows of all decoding texts."""
         read = sum(rows.values())
         count = read + text_rows
         for kv, prompt in self._prompts.items():
@@ -87,7 +89,7 @@ class PrefillSchedule:
                 self._time(prompt, seconds / count)
 
     def keep(self, prompts: Container[SequenceState]) -> None:
-        """Forget all other prompts."""
+        """Forget all prompts except these."""
         self._prompts = {kv: prompt for kv, prompt in self._prompts.items() if kv in prompts}
 
     def _time(self, prompt: _Prompt, row_seconds: float) -> None:
@@ -98,7 +100,7 @@ class PrefillSchedule:
         prompt.is_timed = True
 
     def _room(self, prompt: _Prompt, writing: bool) -> int:
-        """Rows of a pass with this prompt alone."""
+        """The number of rows in a pass that has only this prompt. writing: whether texts decode in it."""
         limit = self._pass_seconds()
         if not limit:
             return min(UNTIMED_ROWS, self._max_rows) if writing else self._max_rows

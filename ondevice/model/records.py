@@ -83,7 +83,9 @@ def first_expert_file(config: ModelConfig) -> int:
 def expert_records(
     config: ModelConfig, quant: QuantConfig, reader: FlashReader, layer: int, neuron_file: int
 ) -> ExpertRecords | None:
-    """The experts of a layer, or None. neuron_file: the reader's index of the layer's neurons."""
+    """The experts of a layer, or None. neuron_file: index, in the reader, of the file with the layer's
+    neurons.
+    """
     spec = config.layers[layer]
     if spec.experts is None:
         return None
@@ -118,7 +120,8 @@ def per_layer_records(bundle: Bundle, reader: FlashReader) -> EmbeddingRecords:
 class EmbeddingRecords:
     """`EmbeddingSource` of one of the bundle's tables.
 
-    file: its index in the reader. width: columns of a row. layout: of records of a row or a tile.
+    file: the table's index in the reader. width: columns of a row. layout: the layout of its records, each a
+    row or a tile.
     """
 
     def __init__(
@@ -138,11 +141,13 @@ class EmbeddingRecords:
 
     @property
     def place(self) -> TilePlace:
-        """Where the tiles lie, in a table of tiles."""
+        """Where the tiles of the table lie, if it consists of tiles."""
         return TilePlace(self.file, DATA_OFFSET, self.layout.stride)
 
     def tiles(self, first: int, count: int) -> Bytes:
-        """Tiles first .. first + count of a table of tiles, (count, tile_bytes), views, for a tied head."""
+        """Tiles first .. first + count of a table of tiles, (count, tile_bytes), as views. For a
+        tied head.
+        """
         records = read_span(self._reader, self.file, self.layout, first, count)
         return records[:, : self.layout.row_bytes[0]]
 
@@ -155,7 +160,7 @@ def record_rows(
     count: int,
     digest: GateDigest | None = None,
 ) -> RowChunk:
-    """Each record's first row, as rows row0 .. row0 + count of a matrix: views of the records.
+    """Rows row0 .. row0 + count of a matrix whose rows are the first row of each record, as views.
 
     digest: checks gate rows against their layer's sha256.
     """
@@ -166,7 +171,9 @@ def record_rows(
 
 
 def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """The row `offset` bytes into each record (n, stride), as rows row0 .. row0 + n: views of `records`."""
+    """The rows that lie `offset` bytes into each record (n, stride), as rows row0 .. row0 + n of a matrix;
+    views.
+    """
     scales_at = offset + row.codes_bytes
     biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
     scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]

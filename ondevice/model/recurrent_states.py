@@ -1,8 +1,8 @@
 """The states of a text's recurrent layers: after its last token, and at checkpoints.
 
 A recurrent update can't be undone. So `SequenceState.truncate` keeps the tokens up to the last checkpoint
-before the requested length, and later tokens run again. Checkpoints lie at multiples of a number of tokens,
-and at marks, which the text's last prompt sets.
+before the requested length, and later tokens run again. There are checkpoints at multiples of a number of
+tokens, and at marks, which the text's last prompt sets.
 
 Draft tokens run ahead: passes store their inputs, which are small, and leave the states unchanged. `commit`
 replays accepted ones, so that a tree's nodes need no states.
@@ -22,11 +22,10 @@ Allocate = Callable[[int], Block]
 
 
 class RecurrentStates:
-    """States after `position` tokens. A pass reads these and writes the next ones, which `advance` takes; or
-    it runs ahead.
+    """The states of recurrent layers after `position` tokens.
 
-    allocate, release: of buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in `SequenceState`.
-    memory: the buffers' form; by default, the allocator's bytes.
+    A pass reads these and either writes the next states, which `advance` takes, or runs ahead: it only stores
+    its inputs.
     """
 
     def __init__(
@@ -75,37 +74,41 @@ class RecurrentStates:
         return state
 
     def inputs(self, layer: int, count: int) -> tuple[States, States]:
-        """A layer's stored inputs of the first `count` tokens that run ahead."""
+        """A layer's stored inputs for the first `count` tokens that run ahead."""
         assert self._inputs is not None
         return self.memory.inputs(self._inputs, layer, count)
 
     def ahead(self, layer: int) -> Ahead | None:
-        """A layer's inputs, if the pass runs ahead; None if it writes the next states."""
+        """A layer's stored inputs if the pass runs ahead; None if the pass writes the next states."""
         if self._parents is None:
             return None
         return Ahead(*self.inputs(layer, len(self._parents)), self._parents)
 
     def mark(self, positions: Sequence[int]) -> None:
-        """Make these numbers of tokens, ascending, the marks, instead of earlier ones. `reserve` allocates
-        their buffers.
+        """Set the marks, ascending numbers of tokens, in place of earlier marks. `reserve` allocates their
+        buffers.
         """
         self.marks = tuple(positions[: self.layout.marks])
         self._spare += [self.checkpoints.pop(at) for at in self.ends if at not in self.marks]
 
     @property
     def ends(self) -> list[int]:
-        """The checkpoints that are only at marks, ascending."""
+        """The checkpoints that exist only because of marks, ascending."""
         return [at for at in self.checkpoints if at % self.layout.spacing]
 
     def split_at_mark(self, count: int) -> None:
-        """Let the next pass, of `count` tokens, write the next states, and those at a mark inside it."""
+        """Let the next pass, of `count` tokens, write the next states, and also those at a mark inside the
+        pass.
+        """
         self._drop_split()
         inside = [at for at in self.marks if self.position < at < self.position + count]
         if inside:
             self._split_mark, self._split_states = inside[-1], self._spare.pop()
 
     def stretches(self, count: int) -> list[tuple[StateStore, int]]:
-        """The `count` tokens of the pass, as runs before and after a mark: (states, size) of each."""
+        """The `count` tokens of the pass, divided at a mark: the states and the number of tokens
+        of each run.
+        """
         if self._split_mark is None:
             return [(self, count)]
         first, memory = self._split_mark - self.position, self.memory
@@ -115,7 +118,7 @@ class RecurrentStates:
         ]
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate the buffers of n_tokens. If the allocator raises, nothing changes."""
+        """Allocate the buffers that n_tokens need. If the allocator raises, nothing changes."""
         added: list[Buffer] = []
         try:
             for _ in range(self.layout.buffers(n_tokens, len(self.marks)) - self._held):
@@ -133,9 +136,9 @@ class RecurrentStates:
         self._keep_checkpoint()
 
     def run_ahead(self, count: int, tree: TokenTree | None) -> None:
-        """Let the next pass, of `count` tokens, run ahead.
+        """Let the next pass, of `count` tokens, run ahead of the states: it only stores its inputs.
 
-        Raises UsageError for too many tokens, and the allocator's errors.
+        Raises UsageError for too many tokens, and what the allocator raises.
         """
         known = self.tokens_ahead
         if known + count > AHEAD_TOKENS:
@@ -147,7 +150,7 @@ class RecurrentStates:
         self._parents = ahead_parents(known, count, tree)
 
     def extend(self, position: int) -> bool:
-        """Take the results of a pass up to `position`. Returns whether that is a new checkpoint."""
+        """Take the results of a pass that ends at `position`. Returns whether that is a new checkpoint."""
         if self._parents is None:
             return self.advance(position)
         self._parents, self.tokens_ahead = None, position - self.position
@@ -163,14 +166,15 @@ class RecurrentStates:
         return self._keep_checkpoint()
 
     def keep(self, known: int, path: Sequence[int]) -> None:
-        """Keep the inputs of `known` tokens before a tree, and of its nodes `path`, ascending."""
+        """Keep only the inputs of `known` tokens before a tree, and of the tree's nodes `path`, ascending."""
         tokens = [*range(known), *(known + node for node in path)]
         if tokens != list(range(len(tokens))):
             self._move_inputs(tokens)
         self.tokens_ahead = len(tokens)
 
     def commit(self, position: int, replay: Callable[[int], None]) -> list[int]:
-        """Advance the states to `position`, by replaying tokens that ran ahead. Returns new checkpoints.
+        """Bring the states to `position` by replaying tokens that ran ahead of them. Returns the new
+        checkpoints.
 
         replay(n): writes the next states, after the first n tokens that run ahead.
         """
@@ -190,13 +194,13 @@ class RecurrentStates:
         return checkpoints
 
     def nearest(self, n_tokens: int) -> int:
-        """The largest number of tokens, at most n_tokens, that `rewind` takes."""
+        """The largest number of tokens, at most n_tokens, to which `rewind` can go back."""
         if n_tokens >= self.position:
             return min(n_tokens, self.position + self.tokens_ahead)
         return max((at for at in self.checkpoints if at <= n_tokens), default=0)
 
     def rewind(self, position: int) -> None:
-        """Go back to a result of `nearest`, and release unneeded buffers."""
+        """Go back to `position`, a result of `nearest`, and release buffers that aren't needed then."""
         self._parents = None
         self._drop_split()
         if position < self.position and self._current is not None:
@@ -219,7 +223,9 @@ class RecurrentStates:
         self._current = self._next = self._inputs = None
 
     def copy_to(self, other: RecurrentStates, position: int) -> None:
-        """Copy the states up to `position`, from `nearest`, to `other`, whose buffers are allocated."""
+        """Copy the states up to `position`, a result of `nearest`, to `other`, whose buffers are
+        allocated.
+        """
         if self._current is None or other._current is None or not position:
             return
         if position < self.position:
@@ -239,17 +245,17 @@ class RecurrentStates:
                 self.memory.copy(checkpoint, copy)
 
     def checkpoint(self, position: int) -> Bytes:
-        """The states of a checkpoint, (layout.nbytes,), in the format of `load`: a view or a copy."""
+        """The states at a checkpoint, (layout.nbytes,), in the format of `load`: a view or a copy."""
         return self.memory.data(self.checkpoints[position])
 
     def load(self, read: Callable[[Bytes], None]) -> None:
-        """Let `read` fill the next states, (layout.nbytes,), for `advance`."""
+        """Set the next states, which `advance` takes, to the bytes (layout.nbytes,) that `read` fills in."""
         assert self._next is not None
         self._drop_split()
         self.memory.load(self._next, read)
 
     def _drop_split(self) -> None:
-        """Free the buffer of a mark inside a pass that failed."""
+        """Free the buffer for a mark inside a pass, after the pass failed."""
         if self._split_states is not None:
             self._spare.append(self._split_states)
         self._split_mark = self._split_states = None
@@ -270,7 +276,7 @@ class RecurrentStates:
             self._inputs = self.memory.new_buffer(self._allocate, self.layout.ahead_bytes)
 
     def _move_inputs(self, sources: Sequence[int]) -> None:
-        """Move the inputs of the tokens `sources`, ascending, to the start."""
+        """Move the inputs of the tokens `sources`, ascending, to the start of the buffer."""
         assert self._inputs is not None
         self.memory.move_inputs(self._inputs, sources)
 
@@ -281,7 +287,7 @@ class RecurrentStates:
 
 
 class Stretch:
-    """`StateStore` of a run of tokens in a pass, between two buffers of states."""
+    """The states before and after a run of tokens in a pass, a `StateStore` between two buffers."""
 
     def __init__(self, memory: StateMemory, before: Buffer, after: Buffer) -> None:
         self._memory = memory

@@ -1,4 +1,4 @@
-"""The sum of the residual and a block's output, by the places of the layer's norms."""
+"""Adds a block's output to the residual, with a norm where the layer has one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ondevice.model_config import LayerSpec
 def joined(backend: Backend, spec: LayerSpec, residual: Array, y: Array, norm: Norm | None) -> Array:
     """The residual after a block, (R, D).
 
-    residual: (R, D), before the block; may be overwritten. y: (R, D), the block's output, which includes the
-    residual if `spec.plain_residual`. norm: of the output, or None.
+    residual: (R, D), before the block; may be overwritten. y: (R, D), the block's output, which already
+    includes the residual if `spec.plain_residual`. norm: the norm of the output, or None.
     """
     if norm is None:
         return y

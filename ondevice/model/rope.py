@@ -1,8 +1,8 @@
 """Rotary position embedding tables (arXiv 2104.09864).
 
-Angles are rounded to float32 as in `transformers`. Cosine and sine come from IEEE additions and
-multiplications alone, so the tables have the same bits for every split of a prompt and on every machine.
-Library cosines don't.
+Angles are rounded to float32 as in `transformers`. Cosine and sine are computed from IEEE additions and
+multiplications alone, so tables have the same bits on every machine and for every split of a prompt. Cosines
+of libraries don't.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Rope:
         return cos[start : start + count], sin[start : start + count]
 
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), the first being the smallest."""
+        """Cosine and sine, each (T, Dh / 2), for logical positions (T,). The first position must be the
+        smallest.
+        """
         first, last = int(positions[0]), int(positions.max())
         if last - first >= AHEAD:
             return self._computed(positions)
@@ -67,7 +69,9 @@ class Rope:
         return cos[rows], sin[rows]
 
     def _window(self, first: int, last: int) -> _Window:
-        """A cached table with all positions from `first` to `last`, computed if it is missing."""
+        """A table that has all positions from `first` to `last`: the cached one if possible, otherwise a new
+        one.
+        """
         for window in reversed(self._windows):
             if window.known.start <= first <= last < window.known.stop:
                 return window
@@ -85,7 +89,9 @@ class Rope:
 
 
 def cos_sin(angles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Cosine and sine of angles from 0 to 1.6 million radians, to 2e-15, from exactly rounded operations."""
+    """Cosine and sine of angles from 0 to 1.6 million radians, exact to 2e-15, computed by exactly rounded
+    operations.
+    """
     quarters = np.rint(angles * (2.0 / math.pi))
     reduced = angles
     for part in _HALF_PI:

@@ -1,4 +1,4 @@
-"""The parts of selectors of neurons: gates, or predictors."""
+"""The parts of weights from which selectors of neurons are loaded: gates, or predictors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def selector_parts(
     sparsity: Sparsity,
     point: OperatingPoint | None,
 ) -> list[SelectorParts]:
-    """The parts of every layer's selector; empty for layers without a feed-forward."""
+    """For each layer, the parts to load for its selector; empty for layers without a feed-forward."""
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = first_expert_file(config) + len(config.expert_layers)
 
@@ -84,7 +84,8 @@ def _predictor_parts(
 
 
 def cutoff_gates(bundle: Bundle, reader: FlashReader, layer: int, sparsity: Sparsity) -> list[Part]:
-    """The gate projection of a layer with a cutoff, which needs all of a token's gates; else nothing.
+    """The part to load for the gates of a layer with a cutoff, which needs all of a token's gates; empty for
+    others.
 
     In mode `exact` it is part of the layer's selector.
     """
@@ -102,7 +103,7 @@ def _gate_part(
     bias: Callable[[], Float32] | None,
     digest: GateDigest | None,
 ) -> MatrixPart:
-    """One layer's gate projection: the first row of each record of `file`."""
+    """The part to load for one layer's gate projection: the first row of each record of `file`."""
     config = bundle.config
     rows = partial(record_rows, reader, file, layout, digest=digest)
     # Complete records are read; a neuron's record has more rows.
@@ -119,7 +120,9 @@ def _gate_part(
 
 @dataclass(frozen=True)
 class SelectorParts:
-    """The parts of one layer's `Selector`, with its fields: matrices in the order of multiplication."""
+    """The parts to load for one layer's `Selector`, and its other fields. Matrices are in the order of
+    multiplication.
+    """
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False

@@ -1,8 +1,8 @@
 """The state of a text: its tokens, and the blocks of their keys and values.
 
-It grows by blocks of 64 tokens, whose allocator (the memory plan's) may refuse. Ops read and write the blocks
-by `KVLayout`, or a backend's arrays of the same capacity. Recurrent layers have `recurrent_states.py` instead
-of keys and values; which blocks of windowed layers stay is in `window_blocks.py`.
+It grows by blocks of 64 tokens, which the allocator (the memory plan's) may refuse. Ops read and write the
+blocks by `KVLayout`, or a backend's arrays of the same capacity. Recurrent layers have `recurrent_states.py`
+instead of keys and values; which blocks of windowed layers stay is in `window_blocks.py`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _forget(block: Block) -> None:
 class SequenceState:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1, and the states after them.
 
-    allocate: allocates a block of a number of bytes, which the backend's ops can write to (uint8 for numpy
-        backends); may raise (`BudgetError` under a memory plan).
+    allocate: returns a new block of a number of bytes, which the backend's ops can write to (uint8 for numpy
+        backends). May raise an error, such as BudgetError under a memory plan.
     release: frees a block.
-    arrays: a backend's arrays. Ops then write to these, and blocks only account for their memory.
+    arrays: a backend's arrays. If given, ops write to these, and blocks only account for their memory.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SequenceState:
 
     @property
     def window_blocks(self) -> Sequence[Block]:
-        """The blocks of windowed layers, as `WindowBlocks.blocks` has them."""
+        """The blocks of windowed layers, in order; None for one that was given up."""
         return () if self.windows is None else self.windows.blocks
 
     @property
@@ -122,7 +122,9 @@ class SequenceState:
         return len(self.blocks) * self.layout.block_bytes + windows + states
 
     def reserve(self, n_tokens: int) -> None:
-        """Allocate room for n_tokens in all. If the allocator raises, nothing changes but what marks keep."""
+        """Allocate room for n_tokens in all. If the allocator raises, only kept blocks of marks may have
+        changed.
+        """
         while True:
             try:
                 self._reserve(n_tokens, self._given_up(self.layout.blocks(n_tokens)))
@@ -132,7 +134,7 @@ class SequenceState:
                     raise
 
     def _given_up(self, n_blocks: int) -> list[int]:
-        """The blocks of windowed layers that are given up for n_blocks in all."""
+        """The blocks of windowed layers that can be given up to make room for n_blocks in all."""
         added = n_blocks - len(self.blocks)
         if self.windows is None or added <= 0:
             return []
@@ -175,14 +177,14 @@ class SequenceState:
             self._add_checkpoint(self.length)
 
     def end_of_chunk(self, stop: int) -> int:
-        """End of a prompt's chunk: `stop`, or the next checkpoint's place, if that comes first."""
+        """The end of a prompt's chunk: `stop`, or the next checkpoint if that comes first."""
         if self.states is None:
             return stop
         spacing = self.states.layout.spacing
         return min(stop, (self.length // spacing + 1) * spacing)
 
     def mark_prompt(self, n_tokens: int) -> None:
-        """Begin a prompt that ends at n_tokens: mark the current length, and a place near the end."""
+        """Begin a prompt that ends at n_tokens: set marks at the current length and near the prompt's end."""
         self.mark(sorted({self.length, max(self.length, n_tokens - PROMPT_TAIL)} - {0}))
 
     def mark(self, positions: Sequence[int]) -> None:
@@ -193,8 +195,10 @@ class SequenceState:
             self.windows.marks = tuple(positions[: self.layout.marks])
 
     def forget_past(self, marks: bool = True) -> bool:
-        """Release what windowed layers keep that the text doesn't need to go on; what marks need comes last,
-        if `marks` is true. Returns whether that was anything.
+        """Release blocks of windowed layers that the text doesn't need in order to go on. Returns whether
+        there were any.
+
+        marks: whether blocks that only marks need may be released too, once no others are left.
         """
         if self.windows is None:
             return False
@@ -258,17 +262,21 @@ class SequenceState:
         return copy
 
     def _checkpointed(self, n_tokens: int) -> int:
-        """The limit of `chunked` and `saved` in n_tokens: a multiple of the checkpoints' distance, if any."""
+        """n_tokens, rounded down to a multiple of the distance between checkpoints if there are recurrent
+        layers.
+        """
         return n_tokens if self.states is None else n_tokens - n_tokens % self.states.layout.spacing
 
     def _empty(self) -> SequenceState:
-        """A state with the same allocator."""
+        """A new empty state with the same allocator."""
         empty = SequenceState(self.layout, self._allocate, self._release)
         empty.before_loss, empty.is_idle = self.before_loss, self.is_idle
         return empty
 
     def _copy_to(self, copy: SequenceState, n_tokens: int) -> None:
-        """Copy the first n_tokens, from `nearest`, to an empty state, which stays empty on an error."""
+        """Copy the first n_tokens, a result of `nearest`, to an empty state. If that fails, the copy stays
+        empty.
+        """
         if self.states is not None and copy.states is not None:
             copy.states.memory = self.states.memory
             marks = self.states.marks
@@ -297,8 +305,9 @@ class SequenceState:
     def part_sizes(self, start: int, stop: int, windowed: bool = True) -> list[int]:
         """Bytes of each part of the state at positions start .. stop - 1, for `part` and `load_part`.
 
-        Parts are complete blocks, whatever else they hold. windowed: whether those of windowed layers are
-        among them, after the others. The last part is the recurrent states after `stop` tokens, a checkpoint.
+        Parts are complete blocks, even if these hold other positions too. windowed: whether blocks of
+        windowed layers are included, after the others. The last part is the recurrent states after `stop`
+        tokens, a checkpoint.
         """
         if self.windows is not None:
             blocks = self._blocks_of(start, stop)
@@ -313,7 +322,9 @@ class SequenceState:
         return self.windows is None or all(self.windows.blocks[at] is not None for at in blocks)
 
     def give_up_windows(self, start: int, stop: int) -> None:
-        """Release the blocks of windowed layers at positions start .. stop - 1: a text can't go on there."""
+        """Release the blocks of windowed layers at positions start .. stop - 1. The text can't go back to
+        these then.
+        """
         if self.windows is not None:
             self.places = None
             self.windows.give_up(self._blocks_of(start, stop))
@@ -329,7 +340,9 @@ class SequenceState:
         return self._block(index, start, stop)
 
     def load_part(self, index: int, start: int, stop: int, read: Callable[[Bytes], None]) -> None:
-        """Take a part of the state from `read`, which fills (nbytes,) uint8. Its room is reserved."""
+        """Set a part of the state to the (nbytes,) uint8 that `read` fills in. Room for it must
+        be reserved.
+        """
         if self._is_states(index, start, stop):
             assert self.states is not None
             self.states.load(read)
@@ -342,7 +355,7 @@ class SequenceState:
         self.arrays.load_part(index, start, stop, data)
 
     def _before_loss(self, block: int) -> None:
-        """Say that blocks of windowed layers up to this one may be given up, unless they are saved."""
+        """Announce that blocks of windowed layers up to `block` may be given up, unless they are saved."""
         stop = min((block + 1) * BLOCK_TOKENS, self.verified)
         if stop > self.saved:
             self.before_loss(self, stop)
@@ -352,7 +365,7 @@ class SequenceState:
         return range(start // BLOCK_TOKENS, self.layout.blocks(stop))
 
     def _block(self, index: int, start: int, stop: int) -> Bytes:
-        """The block of a part: first come those of layers that see all tokens."""
+        """The block that is part `index`. Blocks of layers that see all tokens come first."""
         blocks = self._blocks_of(start, stop)
         block: Bytes
         if index < len(blocks) or self.windows is None:
@@ -367,7 +380,7 @@ class SequenceState:
             self.chunked = position
 
     def _is_states(self, index: int, start: int, stop: int) -> bool:
-        """Whether a part of the state at these positions is the recurrent states."""
+        """Whether part `index` of the state at these positions is the recurrent states."""
         return self.states is not None and index == len(self._stored_sizes(start, stop))
 
     def _stored_sizes(self, start: int, stop: int) -> list[int]:
@@ -391,6 +404,6 @@ class SequenceState:
 
 
 def state_over(layout: KVLayout, blocks: Sequence[Block]) -> SequenceState:
-    """An empty state over blocks that already hold the keys and values of its later tokens."""
+    """A state without tokens, over blocks that already hold keys and values for the tokens it will get."""
     held = iter(blocks)
     return SequenceState(layout, lambda nbytes: next(held))

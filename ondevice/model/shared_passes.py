@@ -1,8 +1,9 @@
 """Passes that several texts share: each text requests a pass, and one pass answers all requests.
 
-Reading the weights takes most of a pass over few rows, and the same time for one row as for several. Every
-text gets the bits that it gets alone (`Transformer.run_each`): where they depend on the number of rows, a
-pass has limited rows, and texts take turns. This module knows nothing of sampling, plans or threads.
+A pass over few rows spends most of its time on reading weights, which takes the same time for one row as for
+several. Every text gets the same bits as in passes of its own (`Transformer.run_each`): if bits depend on the
+number of rows, a pass has only so many rows, and texts take turns. This module knows nothing of sampling,
+plans or threads.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A text's request for a pass: `batch` after the tokens in kv. It may be answered in part.
+    """A text's request for a pass over `batch`, which follows the tokens in kv. The answer may cover only a
+    part of it.
 
-    prompt: whether its tokens are a prompt's, of which a pass may take only the first ones. unread: number of
-    unread tokens of the prompt, these included. logits: whether those after its last token are wanted.
-    draft_request: input of `SharedPasses`' `draft`, for a token that a draft may follow.
+    prompt: whether the tokens belong to a prompt, so that a pass may take only the first of them. unread:
+    number of unread tokens of the prompt, including these. logits: whether the logits after the last token
+    are wanted. draft_request: the input for `draft` of `SharedPasses`, if a draft may follow the token.
 
-    With a batch without tokens, other texts' passes go first.
+    A request with an empty batch only lets the passes of other texts go first.
     """
 
     batch: ForwardBatch
@@ -56,9 +58,10 @@ def no_pass(kv: SequenceState, cancelled: IsCancelled | None) -> PassRequest:
 class PassResult:
     """The result of a pass over the first `rows` tokens of a request, which are now in its kv.
 
-    logits: (1, V), unchecked, after the last of them, or after the one before a draft; None unless the pass
-    was shared and they are wanted. seconds: of the pass; None if it can't be compared with others over the
-    same tokens. batch: of the pass. first: row in it of the request's first token.
+    logits: (1, V), unchecked, after the last of these tokens, or after the one before a draft; None unless
+    the pass was shared and they are wanted. seconds: time of the pass; None if it can't be compared with
+    other passes over as many tokens. batch: the batch of the pass. first: the row in `batch` of the request's
+    first token.
     """
 
     rows: int
@@ -70,7 +73,9 @@ class PassResult:
 
 
 class Drafted(NamedTuple):
-    """A token with its draft. streamed: as in `Transformer.run`, for a separate pass."""
+    """A token with the draft that follows it. streamed: as in `Transformer.run`, if the text runs in a
+    separate pass.
+    """
 
     batch: ForwardBatch
     streamed: Sequence[int] | None = None
@@ -84,12 +89,14 @@ has to start again, `passed` if its batch is empty, or None if it waits for a la
 
 
 def _note_draft(request: PassRequest, rows: int) -> None:
-    """Note the number of unverified tokens after a pass over `rows` tokens."""
+    """Record the number of unverified tokens after a pass over `rows` tokens."""
     request.kv.drafted = 0 if request.prompt else rows - 1
 
 
 def _first_tokens(batch: ForwardBatch, count: int) -> ForwardBatch:
-    """The first `count` tokens of a batch, without wanted results unless they are all."""
+    """A batch of the first `count` tokens of a batch. Without wanted results, unless these are all its
+    tokens.
+    """
     if count >= len(batch.tokens):
         return batch
     return ForwardBatch(batch.tokens[:count], last_only=batch.last_only, silent=True)
@@ -99,7 +106,7 @@ class SharedPasses:
     """Answers the requests of the texts that run together.
 
     If memory for keys and values runs out, the newest text is evicted, and starts again when an older text
-    has ended. The oldest always goes on: a plan guarantees it a context.
+    has ended. The oldest text always goes on, because the plan guarantees room for one context.
     """
 
     def __init__(
@@ -113,10 +120,10 @@ class SharedPasses:
     ) -> None:
         """before_pass: called before every pass; may change the memory, and empty caches.
 
-        max_rows: of a shared pass. draft: None for no drafts. equal_rows: rows up to which each has the bits
-        that it has alone. If that is less than `max_rows`, it is the limit of a shared pass, and a prompt's
-        chunk isn't divided: a larger one runs alone. Else prompts are read by `PrefillSchedule`, which takes
-        pass_seconds.
+        max_rows: the most rows of a shared pass. draft: makes drafts; None if there are none. equal_rows: the
+        most rows of a pass in which each row has the same bits as alone. If that is less than `max_rows`, it
+        limits shared passes, and a prompt's chunk isn't divided: a larger one runs alone. Otherwise
+        `PrefillSchedule` divides prompts, with pass_seconds.
         """
         self._transformer = transformer
         self._before_pass = before_pass
@@ -154,7 +161,9 @@ class SharedPasses:
         return drafted if isinstance(drafted, Cancelled) else self._alone(request, drafted)
 
     def _only(self, request: PassRequest) -> Answer:
-        """The answer to the only request: for a prompt, over the rows that other texts could wait for."""
+        """The answer to the only request. For a prompt, the pass has as many rows as other texts could wait
+        for.
+        """
         if not request.prompt or not request.batch.tokens or self._is_limited():
             return self.alone(request)
         rows = self._schedule.rows({request.kv: request.unread}, False)[request.kv]
@@ -178,14 +187,16 @@ class SharedPasses:
         return PassResult(len(batch.tokens), output, None, time.perf_counter() - started, batch)
 
     def _drafted(self, requests: Sequence[PassRequest], rows: int) -> dict[int, Drafted | Cancelled]:
-        """The drafts of the requests that may have one, at most `rows` rows together, by `id`."""
+        """The drafts of those requests that may have one, by `id` of the request. Together they have at most
+        `rows` rows.
+        """
         texts = list(filter(self._can_write, requests))
         if self._draft is None or not texts:
             return {}
         return dict(zip(map(id, texts), self._draft(texts, rows), strict=True))
 
     def _together(self, requests: Sequence[PassRequest]) -> dict[int, Answer]:
-        """Answers to two or more requests, by `id`."""
+        """The answers to two or more requests, by `id` of the request."""
         rows = self._chosen(requests)
         chosen = [it for it in requests if id(it) in rows]
         drafted = self._drafted(chosen, self._draft_rows(chosen))
@@ -220,9 +231,10 @@ class SharedPasses:
         return self._equal_rows < self._max_rows
 
     def _chosen(self, requests: Sequence[PassRequest]) -> dict[int, int]:
-        """Rows of the requests in the next pass, without drafts, by `id`.
+        """The number of rows that each request gets in the next pass, without drafts, by `id` of the request.
 
-        If rows are limited, those with the oldest last pass; else all texts, and prompts by the schedule.
+        If a pass has a limit of rows, the requests that have waited longest get them. Otherwise all decoding
+        texts get one, and prompts as many as the schedule says.
         """
         if not self._is_limited():
             unread = {it.kv: it.unread for it in self._open_prompts(requests)}
@@ -251,12 +263,12 @@ class SharedPasses:
         return {id(it): len(it.batch.tokens) for it in chosen}
 
     def _can_write(self, request: PassRequest) -> bool:
-        """Whether the request is of a decoding text whose cache is there."""
+        """Whether the request comes from a decoding text whose key/value cache hasn't been evicted."""
         here = request.kv.length == request.length
         return not request.prompt and here and request.kv not in self._waiting
 
     def _open_prompts(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
-        """Prompts that may have rows, oldest first."""
+        """The requests of prompts that may get rows, oldest first."""
         prompts = list[PassRequest]()
         for it in requests:
             if it.kv in self._waiting:
@@ -267,7 +279,7 @@ class SharedPasses:
         return prompts
 
     def _fitting(self, requests: Sequence[PassRequest]) -> list[PassRequest]:
-        """The first requests whose tokens fit into the rows of one pass."""
+        """The first requests, as many as fit with all their tokens into one pass."""
         fitting, room = list[PassRequest](), self._equal_rows
         for it in requests:
             if len(it.batch.tokens) <= room:
@@ -276,7 +288,7 @@ class SharedPasses:
         return fitting
 
     def _draft_rows(self, chosen: Sequence[PassRequest]) -> int:
-        """Most rows of all texts with their drafts in a pass."""
+        """The most rows that all texts may have in a pass, including their drafts."""
         prompts = [it for it in chosen if it.prompt]
         # Texts and prompts share the rows equally; drafts use the texts' share.
         shared = self._max_rows * (len(chosen) - len(prompts)) // max(1, len(chosen))
@@ -292,7 +304,7 @@ class SharedPasses:
     ) -> list[ForwardBatch]:
         """Each request's batch in the pass: a text's token with its draft, or the first rows of a prompt.
 
-        rows: of the requests in the pass, by `id`.
+        rows: number of rows of each request in the pass, by `id` of the request.
         """
         batches = [
             draft.batch if isinstance(draft, Drafted) else it.batch
@@ -311,7 +323,9 @@ class SharedPasses:
         return [_first_tokens(batch, count) for batch, count in zip(batches, counts, strict=True)]
 
     def _held(self, requests: Sequence[PassRequest], at: int, count: int) -> Answer:
-        """Reserve memory for `count` tokens of a request. Returns None, or its answer if that fails."""
+        """Reserve memory for `count` tokens of a request. Returns None; if that fails, the answer to the
+        request.
+        """
         request, kv = requests[at], requests[at].kv
         if not request.batch.tokens:
             return None
@@ -348,7 +362,7 @@ class SharedPasses:
             self._waiting[kv] = before
 
     def _forget(self, requests: Sequence[PassRequest]) -> None:
-        """Let requests go on if a text before them has ended."""
+        """Let waiting requests go on if a text before them has ended."""
         here = {it.kv for it in requests}
         self._schedule.keep({it.kv for it in requests if it.prompt})
         self._waiting = {
@@ -356,7 +370,11 @@ class SharedPasses:
         }
 
     def _shared(self, ready: Sequence[tuple[PassRequest, ForwardBatch]]) -> dict[int, Answer]:
-        """Answers from one pass, by `id`. If it fails, from separate passes, so that errors are separate."""
+        """The answers from one pass over all requests, by `id`.
+
+        If the pass fails, each gets an answer from a separate pass, so that one text's error doesn't hit
+        others.
+        """
         requests = [request for request, _ in ready]
 
         def cancelled() -> bool:
@@ -376,14 +394,16 @@ class SharedPasses:
             return {id(it): self._untimed(it, batch) for it, batch in ready}
 
     def _untimed(self, request: PassRequest, batch: ForwardBatch) -> Answer:
-        """The answer to a request in a separate pass, without its time."""
+        """The answer to a request from a separate pass, without the pass's time."""
         answer = self._alone(request, Drafted(batch))
         return replace(answer, seconds=None) if isinstance(answer, PassResult) else answer
 
     def _results(
         self, ready: Sequence[tuple[PassRequest, ForwardBatch]], hidden: Array, started: float
     ) -> dict[int, Answer]:
-        """Results from hidden states (T, D) of all rows, with the wanted logits, in one product."""
+        """Results with the wanted logits, computed in one product, from the hidden states (T, D)
+        of all rows.
+        """
         transformer, backend = self._transformer, self._transformer.backend
         batch, first, ends = joint_batch(part for _, part in ready), 0, dict[int, int]()
         for request, part in ready:

@@ -27,7 +27,7 @@ def load_streams(
 ) -> MultiStreamWeights:
     """Load the bundle's streams into `backend`.
 
-    file_index: of the streams' file in `reader`. cancelled: called between two pieces.
+    file_index: index of the streams' file in `reader`. cancelled: called between two pieces.
 
     Raises BundleError if the bundle has no streams or their bytes can't be weights, FlashReadError if bytes
     don't match their checksum, Cancelled if `cancelled()` holds, and the backend's error if memory runs out.

@@ -27,7 +27,7 @@ CACHED_BLOCKS = 16
 
 
 class TaskResults:
-    """The results of `tasks`, in order, computed ahead by a few threads."""
+    """The results of `tasks`, in order. A few threads compute them ahead."""
 
     def __init__(self, tasks: Iterator[Callable[[], Any]]) -> None:
         self._tasks = tasks
@@ -61,7 +61,7 @@ class TensorSpans(Protocol):
 class TensorFile:
     """The tensors of one file, with a cache of CRC blocks. Any thread may call it.
 
-    index: of `file` in the flash reader.
+    index: the file's index in the flash reader.
     """
 
     def __init__(self, spans: TensorSpans, reader: FlashReader, file: CheckedFile, index: int) -> None:

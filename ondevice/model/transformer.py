@@ -72,7 +72,7 @@ class Transformer(LayerRange):
     streams: None without multi-stream attention. later: the layers that other machines run, or None.
 
     To run with other weights, as training does, create another Transformer from `weights` with parts
-    replaced. A model runs on the thread that created it, as passes use that thread's caches.
+    replaced. A model must be used on the thread that created it, because passes use that thread's caches.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Transformer(LayerRange):
         return self._embedded(self._checked(tokens), position + np.arange(len(tokens)))
 
     def _embedded(self, ids: Int32, positions: NDArray[np.integer]) -> Array:
-        """The input of the first layer, (T, D), for tokens at these positions, (T,)."""
+        """The input of the first layer, (T, D), for token ids at these positions, both (T,)."""
         x, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
         x = x if factor == 1.0 else x * factor
         if self.weights.project_in is not None:
@@ -149,8 +149,8 @@ class Transformer(LayerRange):
     def embed_residuals(
         self, tokens: Sequence[int], position: int = 0
     ) -> tuple[ResidualStreams, Array | None]:
-        """The first layer's inputs, for tokens from `position` on: residual streams, (T, D) each, and the
-        per-layer inputs of all layers, (T, L * W), or None.
+        """The residual streams, (T, D) each, that the first layer reads, and all layers' per-layer inputs,
+        (T, L * W), or None. ¶ The tokens begin at `position`.
 
         Raises UsageError for an id outside the vocabulary.
         """
@@ -158,7 +158,7 @@ class Transformer(LayerRange):
         return self._enter(ids, self._embedded(ids, position + np.arange(len(ids))))
 
     def merge_residuals(self, residuals: ResidualStreams) -> Array:
-        """The hidden states for `logits`, (T, D), from the last layer's residual streams."""
+        """The hidden states for `logits`, (T, D), made of the residual streams after the last layer."""
         weights = self.weights.altup
         return residuals[0] if weights is None else altup.gather(self.backend, weights, residuals)
 
@@ -170,7 +170,7 @@ class Transformer(LayerRange):
         x: Array | None = None,
         tree: TokenTree | None = None,
     ) -> Array:
-        """Hidden states (T, D) for `logits`, of a text or a tree. See `run`."""
+        """The hidden states (T, D), for `logits`, of a text or a tree. Arguments as in `run`."""
         return self.run(ForwardBatch(tokens, tree), kv, cancelled, x=x).hidden
 
     def run(
@@ -215,12 +215,12 @@ class Transformer(LayerRange):
         return ForwardOutput(size, hidden[:size], state.branches, ended, tapped, position)
 
     def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
-        """Hidden states (T, D) for `logits`, of one pass over the tokens of several sequences, which are
-        added to each kv. Rows are those of `joint_batch`.
+        """The hidden states (T, D), for `logits`, from one pass over the tokens of several sequences. ¶ The
+        tokens are added to each sequence's kv. Rows have the order of `joint_batch`.
 
-        On a row-invariant backend, every row has the bits of a pass over its sequence alone: attention stays
-        within the sequence, and everything else is computed row by row. Sequences may have draft trees, but
-        no streams. Raises as `forward` does; every kv is then as before.
+        On a row-invariant backend, every row has the same bits as in a pass over its sequence alone, because
+        attention stays within the sequence, and everything else is computed row by row. Sequences may have
+        draft trees, but no streams. Raises as `forward` does; every kv is then as before.
         """
         state = self._passed(ForwardPass(tuple(parts), joint_batch(it.batch for it in parts)), cancelled)
         assert state is not None
@@ -232,7 +232,7 @@ class Transformer(LayerRange):
         """Final states (S, D) of the last token's streams, from their initial states `branches`, (S, D).
 
         Only the stream layers run, with the neurons in memory. kv keeps its tokens, and may reserve room.
-        Raises Cancelled, and the cache's allocator's errors.
+        Raises Cancelled, and what the cache's allocator raises.
         """
         assert self.streams is not None
         batch = ForwardBatch((), stream_rows=self.streams.count, resident_only=True)
@@ -248,11 +248,13 @@ class Transformer(LayerRange):
 
     @property
     def frequent_tokens(self) -> int:
-        """Number of the vocabulary's first tokens whose rows of the head are held first."""
+        """Number of tokens, the first ones of the vocabulary, whose rows of the head are kept in memory
+        before others.
+        """
         return self.config.vocab_size if self._frequent is None else self._frequent.rows
 
     def frequent_logits(self, hidden: Array) -> Float32:
-        """Logits (n, frequent_tokens) of these tokens, checked as in `checked_logits`."""
+        """Logits (n, frequent_tokens) of the frequent tokens, checked as in `checked_logits`."""
         rows = self.weights.head if self._frequent is None else self._frequent
         return self._finite(self._head(hidden, rows))
 
@@ -274,7 +276,7 @@ class Transformer(LayerRange):
     ) -> PassState | None:
         """The last layer's output, with the tokens added to kv; None for a pass without wanted results.
 
-        x: as in `run`. If it raises, every kv is as before.
+        x: as in `run`. If an error is raised, every kv is as before.
         """
         lengths, done = [kv.length for _, kv in forward_pass.parts], False
         try:

@@ -12,7 +12,9 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class PerLayerBlock:
-    """The block of per-layer inputs that ends a layer: gate (W, D), out (D, W), the norm of its output."""
+    """The weights of a layer's last block, for per-layer inputs: gate (W, D), out (D, W), and the norm of its
+    output.
+    """
 
     gate: Linear
     out: Linear
@@ -44,7 +46,7 @@ class Laurel:
 class AltUpLayer:
     """The float32 weights with which a layer predicts and corrects C residual streams (`altup.py`).
 
-    norm: of the router's input. router: (C, D). predict: (C * C, C). correct: (C, C). scale: (D,).
+    norm: the norm of the router's input. router: (C, D). predict: (C * C, C). correct: (C, C). scale: (D,).
     """
 
     norm: Norm
@@ -66,10 +68,10 @@ class AltUpModel:
 class LayerWeights:
     """One layer's loaded weights. A part that the layer doesn't have is None.
 
-    scale: (1,), factor of the layer's output. sinks: (H,), attention-sink logits. gates: the projection of
-    gated attention's gates, (H * Dh, D), the delta rule's gates, (2 * HV, D), or a mixer's steps, (H, D).
-    conv: (taps, C), a short convolution's, oldest input first. mixer_in, mixer_out: matrices of a mixer
-    parallel to attention, (C + I, D) and (D, I).
+    scale: (1,), factor of the layer's output. sinks: (H,), attention-sink logits. gates: the projection that
+    gives gated attention's gates, (H * Dh, D), the delta rule's gates, (2 * HV, D), or a mixer's steps, (H,
+    D). conv: (taps, C), weights of a short convolution, oldest input first. mixer_in, mixer_out: matrices of
+    a mixer parallel to attention, (C + I, D) and (D, I).
     """
 
     attention_norm: Norm | None
@@ -101,7 +103,7 @@ class ModelWeights:
 
     Args:
         embedding, head: None in a part of a model that lacks them.
-        final_norm: of the last layer's output, or None.
+        final_norm: the norm of the last layer's output, or None.
         positions: (max_context, D), learned position embeddings, or None.
         project_in, project_out: (D, E) and (E, D), between embeddings of width E and the layers; None where
             embeddings have the layers' width.
@@ -120,7 +122,9 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter: up @ act(down @ x), added to a product in stream rows. down: (R, K); up: (N, R)."""
+    """A low-rank adapter. In stream rows, up @ act(down @ x) is added to a product. down: (R, K);
+    up: (N, R).
+    """
 
     down: Linear
     up: Linear
@@ -128,7 +132,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class MultiStreamLayer:
-    """One stream layer's adapters. Only `feed_forward` has an activation (ReLU) between its matrices."""
+    """The adapters of one stream layer. Only `feed_forward` has an activation (ReLU) between its two
+    matrices.
+    """
 
     qkv: LowRank
     out: LowRank

@@ -1,4 +1,4 @@
-"""The ranges of a description's values, and their errors."""
+"""Checks the values of a model's description, and raises errors for those out of range."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SIZE_LIMITS = {
 
 
 def check_factor(name: str, value: float) -> None:
-    """Raises UnsupportedModelError for a factor out of range."""
+    """Check a factor. Raises UnsupportedModelError if it is out of range."""
     if not MIN_FACTOR <= value <= MAX_FACTOR:
         raise UnsupportedModelError(f"{name} is {value}; it must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int) -> None:
-    """Raises UnsupportedModelError unless `value` is an integer from `minimum` to `maximum`."""
+    """Check that `value` is an integer from `minimum` to `maximum`. Raises UnsupportedModelError if not."""
     if type(value) is not int or not minimum <= value <= maximum:
         raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from {minimum} to {maximum}")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises UnsupportedModelError for a value that isn't allowed."""
+    """Check that a value is one of those allowed. Raises UnsupportedModelError if not."""
     if value not in allowed:
         raise UnsupportedModelError(f"{name} {value!r} is not one of {', '.join(allowed)}")

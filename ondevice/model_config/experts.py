@@ -41,19 +41,20 @@ class ExpertsSpec:
         neurons: neurons of one expert.
         scoring: how logits become weights.
         renormalised: whether a token's weights are divided by their sum.
-        factor: of the weights, a float32 value.
-        choice_bias: whether each expert's score has a bias for the choice alone.
+        factor: multiplies the weights, a float32 value.
+        choice_bias: whether each expert's score gets a bias when experts are chosen, which doesn't change
+            weights.
         router_bias: whether the router's product has a bias, which is part of the logits.
         groups: number of equal groups of experts. A token chooses among the experts of its `chosen_groups`
             best groups; a group's score is the sum of its `group_best` best scores.
         chosen_groups: see `groups`.
         group_best: 1 or 2.
-        jitter: of `sparsemixer`: logits are near the highest within twice this share of it.
+        jitter: for `sparsemixer`: logits count as near the highest within twice this share of it.
         shared_gate: whether the dense feed-forward's output is multiplied by the sigmoid of a product.
         apart: whether experts and dense feed-forward are parallel blocks, as in Gemma 4, with separate norms
             of the router's input, the experts' input and both outputs, and a factor of each expert's weights.
-        layout: how experts are stored. `neurons` can be read and multiplied one by one, which pays if many of
-            them add nothing.
+        layout: how experts are stored. With `neurons`, their neurons can be read and multiplied one by one,
+            which pays if many of them add nothing.
         bias: whether an expert's matrices have biases. Only with `matrices`.
     """
 

@@ -24,8 +24,8 @@ MAX_DEVIATIONS = 10.0
 class FeedForwardSpec:
     """Feed-forward of one layer: down(activation(gate) * up), or down(activation(gate)) if it isn't gated.
 
-    The first is arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an ungated block the
-    gate is the projection elsewhere called up, or `fc1`.
+    The gated form is that of arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an
+    ungated block the gate is the projection elsewhere called up, or `fc1`.
 
     Args:
         activation: of the gates; `fatrelu` keeps gates above `threshold` and zeros all others.
@@ -38,7 +38,7 @@ class FeedForwardSpec:
         output_bias: whether the output has a bias.
         cutoff: if not None, gates g become max(0, g - m - cutoff * s), m the mean of the token's gates and s
             their standard deviation (statistical top-k, arXiv 2506.06644). A float32 value.
-        clamp, slope: of `clamped_swish`, float32 values.
+        clamp, slope: parameters of `clamped_swish`, float32 values.
         neurons: number of neurons, experts' included; None: the model's `intermediate_size`; 0: the layer has
             no feed-forward.
     """

@@ -28,7 +28,7 @@ class LatentSpec:
         key_dim: width of the part of a head's query that is multiplied by K_h^T.
         value_dim: width of a head's value.
         query_rank: if not 0, the width of the normed low-rank input of queries.
-        eps: of both norms.
+        eps: the eps of both norms.
     """
 
     rank: int

@@ -95,7 +95,7 @@ class LayerSpec:
             raise UnsupportedModelError("experts with biases or with cutoffs of gates aren't supported")
 
     def _check_recurrent(self) -> None:
-        """Raises UnsupportedModelError for recurrent blocks that can't be combined."""
+        """Check the recurrent blocks. Raises UnsupportedModelError if they can't be combined."""
         states = [it for it in (self.delta, self.conv, self.mamba2) if it is not None]
         if not states:
             return
@@ -113,7 +113,7 @@ class LayerSpec:
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
-        """The recurrent block, instead of attention or parallel to it; None: attention alone."""
+        """The recurrent block, in place of attention or parallel to it; None if there is only attention."""
         return self.delta or self.conv or self.mamba2
 
     @property
@@ -251,12 +251,14 @@ class ModelConfig:
             check_factor("logit_soft_cap", self.logit_soft_cap)
 
     def check_neurons(self) -> None:
-        """Raises UnsupportedModelError for a model without any feed-forward. Single layers may have none."""
+        """Check the numbers of neurons. Raises UnsupportedModelError if no layer has a feed-forward. Single
+        layers may lack one.
+        """
         if self.layers and not any(self.model_widths):
             raise UnsupportedModelError("no layer has a feed-forward; this release runs models with some")
 
     def _check_heads(self, keys: int, width: int) -> None:
-        """Raises UnsupportedModelError for heads that can't be run."""
+        """Check a layer's heads. Raises UnsupportedModelError if they can't be run."""
         if self.num_heads % keys:
             raise UnsupportedModelError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {keys}"
@@ -265,7 +267,7 @@ class ModelConfig:
             raise UnsupportedModelError(f"head_dim {width} is odd; rotary embedding needs pairs")
 
     def _check_experts(self) -> None:
-        """Raises UnsupportedModelError for experts that can't be run."""
+        """Check the experts. Raises UnsupportedModelError if they can't be run."""
         if len({layer.experts for layer in self.layers} - {None}) > 1:
             raise UnsupportedModelError("layers have different experts; this release runs equal ones")
         for layer in self.layers:
@@ -287,7 +289,7 @@ class ModelConfig:
                 raise UnsupportedModelError("experts that stand apart run with RMS norms without biases")
 
     def _check_residuals(self) -> None:
-        """Raises UnsupportedModelError for per-layer inputs or residual streams that can't be run."""
+        """Check per-layer inputs and residual streams. Raises UnsupportedModelError if they can't be run."""
         width, streams = self.per_layer_width, self.residual_copies
         check_integer("per_layer_width", width, 0, SIZE_LIMITS["hidden_size"])
         check_integer("residual_copies", streams, 1, MAX_COPIES)
@@ -307,7 +309,9 @@ class ModelConfig:
             )
 
     def _check_shared_keys(self) -> None:
-        """Raises UnsupportedModelError unless only the last layers share keys, those of earlier layers."""
+        """Check shared keys. Raises UnsupportedModelError unless only the last layers share keys, those of
+        earlier layers.
+        """
         owners = self.num_kv_layers
         for layer, spec in enumerate(self.layers):
             owner = spec.attention.keys_of
@@ -338,7 +342,7 @@ class ModelConfig:
         return min((rope.original_context or self.max_context for rope in self.ropes), default=0)
 
     def within(self, context: int) -> ModelConfig:
-        """The config with the rotary embeddings of a context of `context` tokens."""
+        """The config with the rotary embeddings that a context of `context` tokens uses."""
         return replace(self, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
@@ -426,7 +430,9 @@ class ModelConfig:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether feed-forwards are stored in slices of neurons, as no neuron is ever left out."""
+        """Whether feed-forwards are stored in slices of neurons, because every neuron is always
+        multiplied.
+        """
         return not self.zeros_gates and not self.has_cutoffs and self.experts is None
 
     @property
@@ -467,7 +473,7 @@ class ModelConfig:
 
     @property
     def _all_heads(self) -> set[HeadSizes]:
-        """The heads of every layer; without layers, the model's."""
+        """The heads of every layer. If there are no layers, the heads that the model's sizes give."""
         sizes = {self.heads(layer.attention) for layer in self.layers}
         return sizes or {HeadSizes(self.num_heads, self.num_kv_heads, self.head_dim)}
 
@@ -516,9 +522,10 @@ class ModelConfig:
         )
 
     def projection_sizes(self, layer: LayerSpec) -> dict[str, int]:
-        """Rows of each projection in a layer's fused one: q, k and v, with the delta rule also z, its output
-        gates; x, b, c and z for a mixer alone; q alone where keys are shared; q (or its low-rank input) and
-        kv in latent attention.
+        """Number of rows of each projection in a layer's fused one, by name.
+
+        The names are q, k and v, and with the delta rule also z, its output gates; x, b, c and z for a mixer
+        alone; only q if keys are shared; q (or its low-rank input) and kv in latent attention.
         """
         if layer.recurrent is not None and not layer.attends:
             return layer.recurrent.projections
@@ -555,7 +562,7 @@ class ModelConfig:
 
     @property
     def norm_size(self) -> int:
-        """Number of values of a norm of the model's width."""
+        """Number of values in a norm over the model's width: its weight, and its bias if there is one."""
         return self.hidden_size * (2 if self.norm.bias else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The part of a model that a config describes, where several machines share its layers."""
+"""The part of a model that a config describes, if several machines share the model's layers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Layers of a model of `layers` layers, from `first` on, and facts about the other layers.
-
-    Args:
-        first: index in the model of the config's first layer.
-        layers: number of the model's layers; 0: the config's.
-        embeds: whether the weights before the first layer are there: the embedding table, learned positions,
-            per-layer inputs of all layers, and those that spread residual streams.
-        heads: whether the weights after the last layer are there: the output head, and those that gather
-            residual streams.
-        experts: the model's experts, if any layer has some.
-        widths: number of neurons of each of the model's layers, if they differ; else empty. They decide how
-            neurons are summed in segments.
-        cutoffs: whether gates of some of the model's layers have a statistical cutoff.
-        states: floats of all layers' recurrent states, floats of a token's keys and values in all layers, and
-            key heads in all layers, which decide where checkpoints are; empty without recurrent layers.
+    """Which layers of a model a config describes: those from `first` on, out of `layers`. Also facts about
+    the other layers.
     """
 
     first: int = 0
@@ -43,7 +30,7 @@ class ModelPart:
     cutoffs: bool = False
 
     def check(self, config: ModelConfig) -> None:
-        """Raises UnsupportedModelError if this contradicts the layers of `config`."""
+        """Check this against the layers of `config`. Raises UnsupportedModelError for contradictions."""
         if self == FULL_MODEL:
             return
         num_layers = config.num_layers
@@ -75,7 +62,9 @@ class ModelPart:
         self._check_states(state_sizes(config), num_layers)
 
     def _check_states(self, sizes: tuple[int, ...], num_layers: int) -> None:
-        """sizes: `state_sizes` of the part's num_layers layers."""
+        """Check `states`. sizes: `state_sizes` of the part's num_layers layers. Raises UnsupportedModelError
+        for contradictions.
+        """
         if not sizes and (not self.states or num_layers < self.layers):
             return
         holds = len(self.states) == STATE_SIZES and all(map(ge, self.states, sizes))
@@ -95,7 +84,7 @@ FULL_MODEL = ModelPart()
 
 
 def cut_places(config: ModelConfig) -> tuple[int, ...]:
-    """The model's layers before which it can be cut without parting keys from a layer that reads them.
+    """The layers before which the model can be cut without parting keys from a layer that reads them.
 
     Ascending, without the first layer of the config.
     """
@@ -113,7 +102,7 @@ def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads:
     """The config of a model's layers `first` to `stop` - 1.
 
     Args:
-        config: of the model, or of a part that has these layers.
+        config: the config of the model, or of a part that has these layers.
         first, stop: the range, in the model's numbers.
         embeds, heads: as in `ModelPart`.
 
@@ -160,7 +149,7 @@ def part_config(config: ModelConfig, first: int, stop: int, embeds: bool, heads:
 
 
 def state_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """`ModelPart.states` of the layers of `config`; empty without recurrent layers."""
+    """The value of `ModelPart.states` for the layers of `config`; empty without recurrent layers."""
     specs = [layer.recurrent for layer in config.layers if layer.recurrent is not None]
     if not specs:
         return ()
@@ -171,7 +160,9 @@ def state_sizes(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _moved(layer: LayerSpec, by: int) -> LayerSpec:
-    """A layer whose number, and that of the layer whose keys it reads, changes by `by`."""
+    """A copy of a layer, moved by `by` places: the number of the layer whose keys it reads
+    changes by that.
+    """
     owner = layer.attention.keys_of
     if owner is None:
         return layer

@@ -58,7 +58,7 @@ class DeltaSpec:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(HK, HV, K, V)."""
+        """The sizes (HK, HV, K, V)."""
         return self.key_heads, self.value_heads, self.key_width, self.value_width
 
     @property
@@ -78,7 +78,7 @@ class DeltaSpec:
 
     @property
     def gate_floats(self) -> int:
-        """Floats of a token's inputs of betas and decays."""
+        """Floats that a token needs for the inputs of betas and decays."""
         return 2 * self.value_heads
 
     @property
@@ -88,12 +88,12 @@ class DeltaSpec:
 
     @property
     def token_floats(self) -> int:
-        """Floats of a token in a thread's scratch memory: one key head and its value heads."""
+        """Floats of a thread's scratch memory for a token: those of one key head and its value heads."""
         return 2 * self.key_width + self.value_heads // self.key_heads * (self.value_width + 2)
 
     @property
     def state_floats(self) -> int:
-        """Floats of a state: (HV, K, V), then (taps - 1, C), the convolution's last inputs."""
+        """Floats of a state: (HV, K, V), followed by the last inputs of the convolution, (taps - 1, C)."""
         return self.value_size * self.key_width + (self.taps - 1) * self.channels
 
 
@@ -124,12 +124,12 @@ class ConvSpec:
 
     @property
     def gate_floats(self) -> int:
-        """0: a token that runs ahead has no stored inputs except its channels."""
+        """0, since a token that runs ahead has no stored inputs except its channels."""
         return 0
 
     @property
     def state_floats(self) -> int:
-        """Floats of a state: (taps - 1, C), the last products b * x."""
+        """Floats of a state, which is the last products b * x: (taps - 1, C)."""
         return (self.taps - 1) * self.channels
 
     @property
@@ -220,7 +220,7 @@ class Mamba2Spec:
 
     @property
     def gate_floats(self) -> int:
-        """Floats of a token's inputs of time steps."""
+        """Floats that a token needs for the inputs of time steps."""
         return self.heads
 
     @property
@@ -230,7 +230,7 @@ class Mamba2Spec:
 
     @property
     def token_floats(self) -> int:
-        """Floats of a token in a thread's scratch memory: one head and its group."""
+        """Floats of a thread's scratch memory for a token: those of one head and its group."""
         return self.head_width + 2 * self.state_width + 2
 
     @property

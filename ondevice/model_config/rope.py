@@ -38,7 +38,7 @@ class RopeSpec:
             )
 
     def within(self, context: int) -> RopeSpec:
-        """The embedding in a context of `context` tokens."""
+        """The rotary embedding that a context of `context` tokens uses."""
         is_long = bool(self.long_frequencies) and context > self.original_context
         return RopeSpec(self.long_frequencies if is_long else self.frequencies, self.magnitude)
 

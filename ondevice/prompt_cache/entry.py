@@ -68,13 +68,13 @@ class RunName(NamedTuple):
 
 
 def parse_name(file: str) -> RunName | None:
-    """The run that a file name stands for; None for other files."""
+    """The name of the run that a file name stands for; None for other files."""
     match = _NAME.fullmatch(file)
     return None if match is None else RunName(match[1], match[2], int(match[3]))
 
 
 def run_name(parent: str, tokens: Sequence[int]) -> RunName:
-    """The name of the run of `tokens` after the tokens of digest `parent`."""
+    """The name of the run `tokens` that follows the text of digest `parent`."""
     from hashlib import blake2b
 
     digest = blake2b(bytes.fromhex(parent), digest_size=16)
@@ -83,7 +83,7 @@ def run_name(parent: str, tokens: Sequence[int]) -> RunName:
 
 
 def root_digest(binding: Mapping[str, Any]) -> str:
-    """The digest of no tokens, under everything that the state depends on."""
+    """The digest of an empty text, which depends on everything that the state is bound to."""
     from hashlib import blake2b
 
     return blake2b(canonical_json(binding), digest_size=16).hexdigest()
@@ -91,7 +91,7 @@ def root_digest(binding: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A file with a valid header. Its parts are checked as they are read."""
+    """An entry of the cache: a file with a valid header. Its parts are checked as they are read."""
 
     tokens: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -109,7 +109,9 @@ class Entry:
 
 
 def read_entry(folder: Path, name: RunName, binding: Mapping[str, Any]) -> Entry | None:
-    """The entry of a run; None if there is no valid one."""
+    """The entry of a run; None if there is no valid one. binding: what the state depends on, apart from
+    tokens.
+    """
     path = folder / name.file
     try:
         with open(path, "rb", opener=_open_alone) as stream:
@@ -132,12 +134,14 @@ def read_entry(folder: Path, name: RunName, binding: Mapping[str, Any]) -> Entry
 
 
 def _open_alone(path: str, flags: int) -> int:
-    """A descriptor of what has this very name: links aren't followed, and opening a pipe doesn't wait."""
+    """A file descriptor of the file with exactly this name. Links aren't followed, and opening a pipe doesn't
+    wait.
+    """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _entry(path: Path, name: RunName, binding: Mapping[str, Any], text: bytes, nbytes: int) -> Entry | None:
-    """The entry that a header describes. Raises BundleError for what isn't a header."""
+    """The entry that a header describes. Raises BundleError if `text` isn't a valid header."""
     header = Section(parse_json(text, path.name), path.name)
     tokens = header.integers("tokens", MAX_RUN_TOKENS, 0, MAX_TOKEN)
     sizes = header.integers("parts", MAX_PARTS, 1, MAX_PART_BYTES)

@@ -1,8 +1,9 @@
 """The folder of a prompt cache: which runs it holds, and which are removed when it is full.
 
-Below it is a folder for every binding, named by its digest. Files and folders of other names aren't touched.
-Several processes may share it: a file gets its name when it is complete, and the least recently used ones go
-first, whichever process wrote them. A time of use is the file's own time of modification.
+It has a folder for every binding, named by the binding's digest. Files and folders of other names aren't
+touched. Several processes may share it: a file gets its name when it is complete, and the least recently used
+files are removed first, whichever process wrote them. A file's time of modification is the time of its last
+use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _Held:
-    """An existing file of the cache."""
+    """A file that exists in the cache."""
 
     used: int
     """Time of last use, in nanoseconds since 1970."""
@@ -42,7 +43,7 @@ class CacheFolder:
     def __init__(self, folder: Path, binding: str, limit_bytes: int) -> None:
         """Args:
         folder: the prompt cache's folder, made when something is written.
-        binding: digest of all that the states are bound to.
+        binding: digest of everything that the states depend on, apart from tokens.
         limit_bytes: most bytes of all files of the cache.
         """
         self.path = folder / binding
@@ -53,7 +54,7 @@ class CacheFolder:
         """True if there is a file for this run."""
         return os.path.lexists(self.path / name.file)
 
-    def behind(self, parent: str) -> list[RunName]:
+    def runs_after(self, parent: str) -> list[RunName]:
         """The runs that follow the tokens of digest `parent`."""
         try:
             with os.scandir(self.path) as entries:
@@ -68,7 +69,7 @@ class CacheFolder:
             os.unlink(self.path / name.file)
 
     def touch(self, names: Iterable[RunName]) -> None:
-        """Note that a chain of runs was used. Its last runs are the first to be removed."""
+        """Record that a chain of runs was used. The last runs of a chain are removed first."""
         for name in reversed(list(names)):
             with suppress(OSError):
                 os.utime(self.path / name.file, follow_symlinks=False)
@@ -78,7 +79,7 @@ class CacheFolder:
     ) -> bool:
         """Write a run's file of `nbytes` bytes with `write`, which gets a descriptor. Raises OSError.
 
-        Returns False if there is no room for it beside the runs to keep.
+        Returns False if there is no room for it in addition to the runs in `keep`.
         """
         os.makedirs(self.path, 0o700, exist_ok=True)
         if not stat.S_ISDIR(os.lstat(self.path).st_mode) or not self._make_room(nbytes, keep):
@@ -113,8 +114,8 @@ class CacheFolder:
         return used + nbytes <= self._limit_bytes and count < MAX_ENTRIES
 
     def _held(self) -> list[_Held]:
-        """All files of the cache, of every binding, after removing files that killed processes left
-        half-written.
+        """All files of the cache, of every binding. Half-written files of processes that were killed are
+        removed first.
         """
         files: list[_Held] = []
         for folder in _listed(self._folder):
@@ -141,7 +142,7 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_left_over(path: str) -> bool:
-    """Whether a half-written file has no writer any more; then it is removed. Raises OSError."""
+    """Remove a half-written file if its writer is gone. Returns whether it was removed. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
-"""Finds the state after a text's beginning in a prompt cache, brings it into memory, and writes it there.
+"""Stores the state after a text's beginning in a prompt cache, and reads it back into memory.
 
 A text is stored in runs of `step` tokens, each with the state of its own positions. Two texts that begin
-alike share the runs of their common beginning. Where any split of a prompt gives equal bits, the last run may
-be shorter, and a part of a run is used as well: prefixes are found to the token. Elsewhere only whole chunks
-of a prompt are stored and used, so that what follows is computed in the chunks in which it would be anyway.
-Models with recurrent layers have runs as long as their checkpoints are apart, and behind these a shorter one
-to where the last prompt is marked, which is used whole.
+alike share the runs of their common beginning. If any split of a prompt gives equal bits, the last run may be
+shorter, and a part of a run can be used too: a common prefix is reused to the last token. Otherwise only
+complete chunks of a prompt are stored and used, so that what follows is computed in the same chunks as
+without the cache. In models with recurrent layers, a run is as long as the distance between checkpoints, and
+a shorter last run ends at the mark of the last prompt; it is used only completely.
 
-Nothing here raises for what is on the disk: a run that is damaged or gone is computed again, one that can't
-be written isn't kept.
+Problems of the disk raise no errors here: a run that is damaged or missing is computed again, and a run that
+can't be written isn't kept.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ class PromptCache:
     ) -> None:
         """Args:
         folder: where files are, in folders by binding; made when something is written.
-        binding: all that the state depends on beside the tokens: JSON of lists, texts and numbers.
-        chunk: tokens of the whole chunks that are stored and used; 0: any number is.
-        marks: whether what lies between whole chunks and a mark of the last prompt's is stored and used too.
+        binding: everything that the state depends on apart from the tokens: JSON of lists, texts and numbers.
+        chunk: number of tokens in the complete chunks that are stored and used; 0: any number of tokens is
+            stored.
+        marks: whether the tokens between the last complete chunk and a mark of the last prompt are stored and
+            used too.
         limit_bytes: most bytes of all files in `folder`.
         io: how files are read.
         """
@@ -74,15 +76,15 @@ class PromptCache:
     ) -> Iterator[None]:
         """Extend kv, which holds a prefix of `tokens`, by the stored state of the tokens that follow.
 
-        Stops between two pieces, each of whole runs. If kv is changed meanwhile, it stays as it is then. At
-        the end it may hold fewer tokens than before, where a file is damaged.
+        Yields between two pieces, each of complete runs. If the caller changes kv meanwhile, the rest isn't
+        restored. At the end kv may hold fewer tokens than before, if a file is damaged.
         """
         held = kv.length
         chain = self._longest(tokens)
         if sum(matched for _, matched in chain) <= held:
             return
         # The rest of a run that is in memory in part is read with that part.
-        kv.truncate(self._whole_runs(kv, min(held, kv.chunked) if self.chunk else held))
+        kv.truncate(self._complete_runs(kv, min(held, kv.chunked) if self.chunk else held))
         try:
             yield from self._read_runs(kv, chain, cancelled)
         finally:
@@ -91,8 +93,8 @@ class PromptCache:
                 kv.truncate(kv.length)
         self._folder.touch(name for name, _ in chain)
 
-    def _whole_runs(self, kv: SequenceState, n_tokens: int) -> int:
-        """The most tokens of whole runs, at most n_tokens, that kv can go back to."""
+    def _complete_runs(self, kv: SequenceState, n_tokens: int) -> int:
+        """The most tokens, at most n_tokens and in complete runs, that kv can go back to."""
         while (n_tokens := kv.nearest(n_tokens)) % self._step:
             n_tokens -= n_tokens % self._step
         return n_tokens
@@ -100,7 +102,9 @@ class PromptCache:
     def _read_runs(
         self, kv: SequenceState, chain: Sequence[tuple[RunName, int]], cancelled: IsCancelled | None
     ) -> Iterator[None]:
-        """Append to kv, which has whole runs, those that follow, as `restore` has it."""
+        """Append the following runs of `chain` to kv, which has complete runs. Yields between pieces, as
+        `restore` does.
+        """
         begun, first = time.monotonic(), kv.length // self._step
         for index, (name, matched) in enumerate(chain[first:], first):
             if index > first and time.monotonic() - begun >= PIECE_SECONDS:
@@ -124,14 +128,14 @@ class PromptCache:
                 break
 
     def write_next(self, kv: SequenceState, at: int, gaps: bool = False) -> int:
-        """Write the first run of kv after `at` tokens that isn't stored.
+        """Write the first run of kv, after `at` tokens, that isn't stored yet.
 
-        gaps: whether runs are written that lack what windowed layers see, as it isn't held any more: a text
-        that goes on behind later ones needs no more of them. Those stored without it are written anew where
-        kv holds it: a text that went back may end behind them.
+        gaps: whether runs are also written without the blocks of windowed layers, if kv doesn't hold these
+        any more. They serve a text that goes on after later runs. A run stored without these blocks is
+        written again if kv holds them, since a text may also go on after it.
 
-        Returns the number of tokens that are on the disk now: `at` where nothing is left to write, or where
-        it can't be written.
+        Returns the number of tokens that are on the disk now. It is `at` if nothing is left to write or the
+        run can't be written.
         """
         runs = self._runs(kv)
         for index, (name, stop) in enumerate(runs):
@@ -164,21 +168,21 @@ class PromptCache:
                 begun = time.monotonic()
 
     def touch(self, kv: SequenceState) -> None:
-        """Note that a text is in use, so that other runs are removed before its own."""
+        """Record that a text is in use, so that runs of other texts are removed before its runs."""
         self._folder.touch(name for name, _ in self._runs(kv))
 
     def names(self, kv: SequenceState) -> set[RunName]:
-        """The names of the runs that `write` writes."""
+        """The names of the runs that `write` would write."""
         return {name for name, _ in self._runs(kv)}
 
     def keep_only(self, names: Collection[RunName]) -> None:
         """Remove all other runs."""
-        for name in self._folder.behind(""):
+        for name in self._folder.runs_after(""):
             if name not in names:
                 self._folder.remove(name)
 
     def _runs(self, kv: SequenceState) -> list[tuple[RunName, int]]:
-        """The runs of kv to store, each with the number of tokens up to its end, ascending."""
+        """The runs of kv to store, each with the number of tokens up to the run's end, ascending."""
         last = kv.chunked // self._step * self._step if self.chunk else kv.verified
         chain = self._chain(kv.tokens[:last])
         runs = [(name, index * self._step + name.tokens) for index, name in enumerate(chain)]
@@ -189,14 +193,16 @@ class PromptCache:
         return runs
 
     def _marked(self, kv: SequenceState, last: int) -> list[int]:
-        """The last mark at which a run may end, if complete chunks lead to it; kv has `last` tokens."""
+        """The last mark at which a run may end, if complete chunks lead to it, as a list of one or none. kv
+        has `last` tokens.
+        """
         if not self._marks or kv.states is None:
             return []
         ends = [at for at in kv.states.ends if at // self._step * self._step <= last]
         return [at for at in ends[-1:] if at % self._step >= BLOCK_TOKENS]
 
     def _chain(self, tokens: Sequence[int]) -> list[RunName]:
-        """The consecutive runs of a text, the last of which may be short."""
+        """The names of a text's consecutive runs. The last run may be short."""
         chain: list[RunName] = []
         parent = self._root
         for start in range(0, len(tokens), self._step):
@@ -205,7 +211,7 @@ class PromptCache:
         return chain
 
     def _longest(self, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
-        """The stored runs with which `tokens` begin, and how many tokens of each match."""
+        """The stored runs that `tokens` begin with, and how many tokens of each match."""
         runs: list[tuple[RunName, int]] = []
         parent = self._root
         for name in self._chain(tokens):
@@ -222,17 +228,19 @@ class PromptCache:
         return runs
 
     def _last_run(self, parent: str, tokens: Sequence[int]) -> list[tuple[RunName, int]]:
-        """The longest run after `parent` with which these tokens begin, as a list of one or none."""
-        runs = set(self._folder.behind(parent))
+        """The longest run after `parent` that these tokens begin with, as a list of one or none."""
+        runs = set(self._folder.runs_after(parent))
         lengths = {name.tokens for name in runs if name.tokens <= len(tokens)}
         fitting = runs.intersection(run_name(parent, tokens[:length]) for length in lengths)
         return [(name, name.tokens) for name in sorted(fitting, key=lambda it: it.tokens)[-1:]]
 
     def _nearest(self, parent: str, tokens: Sequence[int]) -> tuple[RunName, int] | None:
-        """The run after `parent` that shares most tokens with these, if any does."""
+        """The run after `parent` that shares the most tokens with these, and how many; None if none shares
+        any.
+        """
         best, most = None, 0
         prefixes = [run_name(parent, tokens[:count]) for count in range(1, len(tokens) + 1)]
-        runs = self._folder.behind(parent)
+        runs = self._folder.runs_after(parent)
         for name in sorted(set(runs) & set(prefixes), key=lambda it: it.tokens)[-1:]:
             best, most = name, name.tokens
         for name in runs[:MAX_CANDIDATES]:
@@ -249,7 +257,7 @@ class PromptCache:
     def _read(self, kv: SequenceState, name: RunName, matched: int) -> None:
         """Append the first `matched` tokens of a run to kv.
 
-        Raises FlashReadError and BundleError for damage, BudgetError and MemoryError where there is no room.
+        Raises FlashReadError and BundleError for damage, BudgetError and MemoryError if there is no room.
         """
         start, stop = kv.length, kv.length + name.tokens
         entry = read_entry(self._folder.path, name, self._binding)
@@ -270,7 +278,9 @@ class PromptCache:
             kv.chunked = stop // self._step * self._step
 
     def _gains_windows(self, kv: SequenceState, name: RunName, stop: int) -> bool:
-        """Whether kv holds what windowed layers see of a run that ends at `stop` and is stored without it."""
+        """Whether a run that ends at `stop` is stored without the blocks of windowed layers, and kv holds
+        these blocks.
+        """
         start = stop - name.tokens
         if kv.windows is None or not kv.holds_windows(start, stop):
             return False
@@ -278,8 +288,9 @@ class PromptCache:
         return entry is not None and entry.sizes == tuple(kv.part_sizes(start, stop, False))
 
     def _write(self, kv: SequenceState, name: RunName, stop: int, before: Collection[RunName]) -> bool:
-        """Write a run that ends at `stop` tokens. Returns False if there is no room for it beside those
-        before it. Raises OSError.
+        """Write the run that ends at `stop` tokens. Raises OSError.
+
+        Returns False if there is no room for it in addition to the runs in `before`.
         """
         start = stop - name.tokens
         tokens = kv.tokens[start:stop]
@@ -294,6 +305,6 @@ class PromptCache:
         if written and not self.chunk:
             # What was the text's end before says nothing more than this run.
             shorter = {run_name(name.parent, tokens[:count]) for count in range(1, len(tokens))}
-            for each in shorter.intersection(self._folder.behind(name.parent)):
+            for each in shorter.intersection(self._folder.runs_after(name.parent)):
                 self._folder.remove(each)
         return written

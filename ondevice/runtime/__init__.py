@@ -1,1 +1,1 @@
-"""A loaded model: weights, key/value caches and budget, on one owner thread."""
+"""Loads models and runs them: weights, key/value caches and budget of a model, on one owner thread."""

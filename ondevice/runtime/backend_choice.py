@@ -1,6 +1,6 @@
 """Chooses and creates the backend that runs a model, and its memory model.
 
-A backend is imported only where it runs, MLX also where `auto` may choose it.
+A backend is imported only if it will run; MLX also if `auto` may choose it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def has_mlx() -> bool:
-    """Whether MLX can be imported. This imports it."""
+    """Whether MLX can be imported. Imports it to find out."""
     try:
         import_module("mlx.core")
     except ImportError:
@@ -47,7 +47,7 @@ def has_mlx() -> bool:
 
 
 def resolved_backend(backend: str, config: ModelConfig | None = None) -> Literal["cpu", "mlx", "reference"]:
-    """The backend, with `auto` resolved on this machine: MLX on Apple's GPU if there is one, else cpu.
+    """The backend to use. `auto` becomes MLX if this machine has a GPU of Apple's, otherwise cpu.
 
     Models with experts, recurrent layers or latent attention run on `cpu`.
     """
@@ -64,7 +64,7 @@ def resolved_backend(backend: str, config: ModelConfig | None = None) -> Literal
 
 
 def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> None:
-    """Raises BackendUnavailableError for a mode that the backend can't run, or a missing package."""
+    """Check a backend. Raises BackendUnavailableError for a mode that it can't run, or a missing package."""
     backend = resolved_backend(runtime.backend, config)
     if runtime.sparsity in SELECTING and backend == "reference":
         raise BackendUnavailableError(
@@ -78,7 +78,9 @@ def check_backend(runtime: RuntimeConfig, config: ModelConfig | None = None) -> 
 
 
 def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
-    """`runtime` with the cpu backend, which `what` needs. Raises BackendUnavailableError for another."""
+    """`runtime` with the cpu backend, which `what` needs. Raises BackendUnavailableError if it
+    names another.
+    """
     if runtime.backend not in ("auto", "cpu"):
         raise BackendUnavailableError(
             f"--backend {runtime.backend}: {what} is made of our own kernels; use --backend cpu"
@@ -89,7 +91,7 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
 def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
     """Raises BackendUnavailableError if the options name drafts that could change the text.
 
-    runtime: with the backend resolved.
+    runtime: options with the backend resolved.
     """
     option = f"--speculation {runtime.speculation}"
     if runtime.speculation == "auto" and runtime.draft_model:
@@ -107,11 +109,12 @@ def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
 def allowed_draft_layer(
     config: ModelConfig, runtime: RuntimeConfig, layer: DraftLayer | None, rows: RowInvariance
 ) -> DraftLayer | None:
-    """The draft layer; None where its taps would change the text, or `auto` has no memory for them.
+    """The draft layer. None if reading hidden states for it would change the text, or if `auto` has no memory
+    for that.
 
-    Where a row's bits depend on other rows, the last row of a prompt runs alone from the last feed-forward
-    on; but the per-layer block after it takes all tapped rows. Raises BackendUnavailableError if the options
-    name the layer.
+    If a row's bits depend on other rows, the last row of a prompt runs alone from the last feed-forward on,
+    but the per-layer block after it takes all rows that the draft layer reads. Raises BackendUnavailableError
+    if the options name the layer.
     """
     if layer is not None and layer.block and runtime.speculation == "auto" and config.part != FULL_MODEL:
         # Machines that share a model keep room in their messages for the fewer taps of the other kinds.
@@ -129,7 +132,7 @@ def allowed_draft_layer(
 
 
 def resolved_parallel(runtime: RuntimeConfig, rows: RowInvariance) -> int:
-    """Number of texts that may share passes: 1 where a text's bits depend on other texts."""
+    """Number of texts that may share passes. 1 if a text's bits depend on other texts."""
     return 1 if rows.widths.chain < 2 else runtime.parallel
 
 
@@ -140,7 +143,7 @@ def row_invariance(
     predictors: Predictors | None = None,
     streams: MultiStreams | None = None,
 ) -> RowInvariance:
-    """The numbers of rows of a pass up to which each row has the bits that it has alone.
+    """The numbers of rows of a pass up to which each row has the same bits as alone.
 
     For `cpu` they are unlimited. For MLX they are measured in the shapes of this model, if the options depend
     on them. The arguments are those of `memory_model`.
@@ -182,7 +185,9 @@ def row_invariance(
 
 
 def _linears(memory: MlxMemory) -> Iterator[tuple[int, int, RowFormat]]:
-    """(rows, columns, format) of a token's matrices, including neurons' gate and up rows."""
+    """Yields (rows, columns, format) of the matrices that a token multiplies, including neurons' gate and up
+    rows.
+    """
     config, quant = memory.config, memory.quant
     hidden = config.hidden_size
     for index, layer in enumerate(config.layers):

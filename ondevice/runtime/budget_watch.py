@@ -27,22 +27,24 @@ log = logging.getLogger(__name__)
 
 
 class Budgeted(Protocol):
-    """An engine, as the watch sees it. It is called on its owner thread."""
+    """An engine, in the form that the watch uses. All methods are called on its owner thread."""
 
     plan: Plan
 
     @property
     def replanned(self) -> Plan:
-        """The plan with the present claims of other models."""
+        """The plan, renewed with what other models claim now."""
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to the user's budget. Raises BudgetError."""
+        """Keep to a new budget set by the user. Raises BudgetError."""
 
     def set_plan(self, plan: Plan) -> None:
         """Keep to another plan of the same model. Raises BudgetError."""
 
     def shift_budget(self, budget_bytes: int) -> bool:
-        """Keep to a budget up to the user's. Returns False if other models have claimed the memory."""
+        """Keep to a budget that is at most the user's. Returns False if other models have claimed
+        the memory.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class MemoryPressure:
 
 
 class BudgetWatch:
-    """The one place that changes the budget of a loaded model."""
+    """Changes the budget of a loaded model. Nothing else does."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class BudgetWatch:
 
     @property
     def state(self) -> MemoryPressure:
-        """The present pressure. Safe from any thread, and after the end."""
+        """The present memory pressure. Safe from any thread, also after the watch has ended."""
         engine = self._engine()
         return MemoryPressure(
             level="normal" if self._memory is None else self._memory.level,
@@ -141,13 +143,15 @@ class BudgetWatch:
         self._thread = thread
 
     def stop(self) -> None:
-        """Let the thread end; it changes nothing more. Idempotent. Does nothing in a child of fork()."""
+        """Let the thread end. It changes nothing afterwards. Idempotent. Does nothing in a child
+        of fork().
+        """
         self._stopped = True
         if not self._owner.is_inherited:
             self._wake.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, after `stop` and after the owner has begun to refuse calls."""
+        """Wait until the thread has ended. Call it after `stop`, when the owner has begun to refuse calls."""
         thread = self._thread
         # Not on the owner thread, as it refuses calls only later.
         if thread is not None and threading.current_thread() is not thread and not self._owner.is_current:
@@ -193,7 +197,7 @@ class BudgetWatch:
             source.close()
 
     def _change(self, engine: Budgeted, plan: Plan, user_bytes: int, budget_bytes: int) -> None:
-        """Change the budget of `plan`, unless the user has changed it."""
+        """Change the budget of `plan`, unless the user has changed the budget meanwhile."""
         level = self.state.level
 
         def apply() -> None:

@@ -50,7 +50,9 @@ DRAFT_LAYER_BITS: dict[str, Literal[4, 8, 16]] = {AUTO_QUANT: 8, "q4": 4, "q8": 
 
 @dataclass(frozen=True)
 class ConversionEstimate:
-    """The downloads and writes of a conversion, from the checkpoint's headers. All sizes are bytes."""
+    """What a conversion downloads and writes, estimated from the checkpoint's headers. All sizes
+    are bytes.
+    """
 
     name: str
     architecture: str
@@ -74,7 +76,7 @@ class ConversionEstimate:
     """Bytes of the source's weights on this disk; 0 for a repository."""
 
     def require_space(self) -> None:
-        """Raises OndeviceError if the disk has no room."""
+        """Check the disk. Raises OndeviceError if it has no room for the conversion."""
         needed = max(0, self.bundle_bytes - self.present_bytes) + self.passing_bytes
         needed += self.kept_bytes if self.is_one_disk else 0
         if needed > self.free_bytes:
@@ -86,7 +88,7 @@ class ConversionEstimate:
 
 
 class Prepared:
-    """A checkpoint with its headers read, from `prepare`. `run` converts it, once."""
+    """A checkpoint that is ready to be converted, returned by `prepare`. `run` converts it, once."""
 
     def __init__(
         self,
@@ -101,10 +103,11 @@ class Prepared:
         source_bytes: int = 0,
         template: bytes | None = None,
     ) -> None:
-        """listing: of the source repository, or None. is_kept: whether the source is already on this disk.
+        """listing: the files of the source repository, or None. is_kept: whether the source is already on
+        this disk.
 
-        process_bytes: from `_process_bytes` before the checkpoint was opened. source_bytes: of a local
-        source's weights. template: a chat template instead of the checkpoint's.
+        process_bytes: the result of `_process_bytes` before the checkpoint was opened. source_bytes: size of
+        a local source's weights. template: a chat template instead of the checkpoint's.
         """
         self.output = output
         self._template = template
@@ -145,7 +148,9 @@ class Prepared:
         return is_bundle_of(self.output, self._checkpoint)
 
     def require_tokenizer(self) -> None:
-        """Raises UsageError for a checkpoint without a tokenizer, whose bundle would take only token ids."""
+        """Check that the checkpoint has a tokenizer. Raises UsageError if not, since its bundle would take
+        only token ids.
+        """
         if not self.has_tokenizer:
             raise UsageError(
                 f"{self._checkpoint.name} has no tokenizer, so its bundle would take token ids and no text; "
@@ -154,7 +159,9 @@ class Prepared:
             )
 
     def estimate(self, trains: bool = False) -> ConversionEstimate:
-        """The sizes of `run`. trains: whether it also orders and trains, which writes the neurons twice."""
+        """What `run` will download and write. trains: whether it also orders neurons and trains, which writes
+        neurons twice.
+        """
         from shutil import disk_usage
 
         from ondevice.converters.architectures.tensors import tensor_shapes
@@ -187,7 +194,7 @@ class Prepared:
         )
 
     def smallest_plan(self, runtime: RuntimeConfig) -> Plan:
-        """The plan with the smallest minimum that the options allow, under their budget.
+        """The plan that needs the smallest budget among those that the options allow.
 
         Raises UnsupportedModelError and BackendUnavailableError for options that the bundle can't have.
         """
@@ -219,11 +226,13 @@ class Prepared:
         return smallest.with_budget(parse_budget(runtime.dram_budget))
 
     def require_fit(self, plan: Plan) -> None:
-        """Raises BudgetError if `smallest_plan` doesn't fit its budget."""
+        """Check a plan from `smallest_plan`. Raises BudgetError if it doesn't fit its budget."""
         require_fit(plan, self._checkpoint.name)
 
     def check_output(self, resume: bool, force: bool) -> None:
-        """Raises UsageError if writing would touch files without permission by `resume` or `force`."""
+        """Check the output folder. Raises UsageError if writing would touch files, unless `resume` or `force`
+        permits it.
+        """
         from ondevice.converters.output_folder import OutputFolder
 
         if not (resume and self.output.exists()):
@@ -271,14 +280,14 @@ class Prepared:
         return self._checkpoint
 
     def _tokenizer_bound(self) -> int:
-        """Upper bound of the memory for reading the tokenizer, as in a run."""
+        """An upper bound of the memory for reading the tokenizer, in bytes."""
         files = self._checkpoint.tokenizer
         if files.info.kind is None or files.info.file is None:
             return 0
         return loading_bytes(files.info.kind, [files.blobs[files.info.file]])
 
     def _tokenizer_bytes(self) -> int:
-        """Memory of the loaded tokenizer, measured by loading it."""
+        """The bytes that the loaded tokenizer takes, measured by loading it."""
         files = self._checkpoint.tokenizer
         info = files.info
         if info.kind is None or info.file is None:
@@ -309,7 +318,7 @@ def prepare(
     chat_template: Any = None,
     needs_weights: bool = True,
 ) -> Iterator[Prepared]:
-    """Open a checkpoint to convert, reading only its headers.
+    """A context with a checkpoint that is ready to be converted. Reads only its headers.
 
     Args:
         source: a path, a repository id, a GGUF file of a repository, or an alias.
@@ -319,8 +328,8 @@ def prepare(
         keep_source: download a repository's files to the hub's cache. Otherwise weights are read over the
             network while they are converted, without being stored.
         chat_template: a file with a Jinja template instead of the checkpoint's.
-        needs_weights: whether a folder with a config.json and no weights is refused. Otherwise it can be
-            planned, by default at 4 bits, but not run.
+        needs_weights: whether a folder with a config.json and no weights is refused. Otherwise such a folder
+            can be planned, by default at 4 bits, but not converted.
 
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
     """
@@ -351,7 +360,10 @@ def _opened(
     template: bytes | None,
     needs_weights: bool,
 ) -> Prepared:
-    """quant: None for the checkpoint's `chosen_quant`. template: None for the checkpoint's."""
+    """Open a checkpoint for `prepare`.
+
+    quant: None for the checkpoint's `chosen_quant`. template: None for the checkpoint's.
+    """
     from ondevice.converters.checkpoints.opening import open_checkpoint
     from ondevice.converters.chosen_quant import chosen_quant
     from ondevice.converters.output_folder import check_names
@@ -391,8 +403,10 @@ def _opened(
 
 
 def _process_bytes() -> dict[str | None, int]:
-    """Memory of a process that runs a model, by the kind of its tokenizer, or None: with at most one library
-    of tokenizers.
+    """Bytes of memory of a process before it runs a model, by the kind of its tokenizer, or None for no
+    tokenizer.
+
+    Each includes at most one library of tokenizers.
     """
     trim_heap()
     plain = before = process_memory().current_bytes
@@ -407,7 +421,7 @@ def _process_bytes() -> dict[str | None, int]:
 
 
 def _cached_offline(source: Any) -> Path | None:
-    """The checkpoint of a repository in the hub's cache, or None. Makes no requests."""
+    """The folder of a repository's checkpoint in the hub's cache, or None. Makes no requests."""
     if util.find_spec("huggingface_hub") is None:
         return None
     repository = find_source(source)
@@ -418,7 +432,9 @@ def _cached_offline(source: Any) -> Path | None:
 
 
 def _hub(repository: str) -> Any:
-    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is too old."""
+    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is missing
+    or too old.
+    """
     try:
         from ondevice.converters.hub import opening
     except ImportError as error:
@@ -436,7 +452,7 @@ def _file_sizes(folder: Path) -> Iterable[int]:
 
 
 def _device(path: Path) -> int:
-    """The device number of the disk of a path, which may not exist yet."""
+    """The number of the device that a path lies on, or would lie on."""
     return _existing(path).stat().st_dev
 
 

@@ -42,7 +42,8 @@ MAX_FILLING_PASSES = 16
 class ResolvedDraft:
     """A second model, ready to be loaded.
 
-    plan: with everything resident. tokenizers: the second model's and the target's, if their tokens differ.
+    plan: its plan, with everything resident. tokenizers: the second model's and the target's, if their tokens
+    differ.
     """
 
     bundle: Bundle
@@ -57,7 +58,7 @@ class ResolvedDraft:
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory of its weights after loading."""
+        """Bytes that the loaded model takes, with a full context."""
         return self.plan.resident_weights_bytes + self.plan.segment.bytes_of(self.plan.segment.total)
 
     def compared(self, tokenizer: Tokenizer | None, target: Tokenizer | None) -> ResolvedDraft:
@@ -74,13 +75,15 @@ class ResolvedDraft:
         return replace(self, tokenizers=None if same_vocabulary(tokenizer, target) else (tokenizer, target))
 
     def within(self, max_context: int) -> ResolvedDraft:
-        """The model for texts of at most `max_context` tokens."""
+        """The same second model, planned for texts of at most `max_context` tokens."""
         runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
         return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
 
 
 def open_draft(runtime: RuntimeConfig) -> Bundle:
-    """The bundle `runtime.draft_model`. Raises UsageError if it is empty, ModelNotFoundError, BundleError."""
+    """The bundle of the draft model named in `runtime`. Raises UsageError if it is empty, ModelNotFoundError,
+    BundleError.
+    """
     if not runtime.draft_model:
         raise UsageError(
             "--speculation model needs a second, smaller model: name its bundle with --draft-model, or take "
@@ -116,7 +119,7 @@ def plan_draft(bundle: Bundle, runtime: RuntimeConfig, max_context: int) -> Reso
 
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
-    """The second model's plan with everything resident. runtime: its resolved options."""
+    """The plan of a second model with everything resident. runtime: its resolved options."""
     memory = replace(memory_model(bundle.config, bundle.quant, runtime), drafts_itself=True)
     plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
     return plan.with_budget(plan.full_bytes)
@@ -160,8 +163,8 @@ def open_draft_layer(
 ) -> DraftLayerState:
     """Load a bundle's draft layer into its model's backend, with a key/value cache.
 
-    runtime: resolved. target: the model's weights. max_context: tokens of the longest text.
-    Raises what `load_draft_layer` raises.
+    runtime: resolved options. target: the model's weights. max_context: tokens of the longest text. Raises
+    what `load_draft_layer` raises.
     """
     with FlashReader([bundle.sidecar_file(layer.sidecar.tensors)], runtime.io) as reader:
         loaded = load_draft_layer(bundle, layer, reader, backend, target, max_context, cancelled)

@@ -1,7 +1,7 @@
 """A loaded model under its budget: load, generate, logits, fork, set_budget, close.
 
-An engine is used only on the thread that created it (`owner.py`); on others, methods that touch its memory
-raise WrongThreadError. It allocates by the plan of its resolved model (`resolving.py`).
+An engine may be used only on the thread that created it (`owner.py`); on other threads, methods that touch
+its memory raise WrongThreadError. It allocates by the plan of its resolved model (`resolving.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Engine(LoadedModel):
         between_passes: Callable[[], None] = lambda: None,
         later: LaterLayers | None = None,
     ) -> None:
-        """Load a model, as `LoadedModel`. between_passes: called between forward passes; may set budgets."""
+        """Load a model, with the arguments of `LoadedModel`. between_passes: called between forward passes;
+        may set budgets.
+        """
         self._between_passes = between_passes
         self.joint = JointJobs(resolved.runtime.parallel, PassRequest, self._answered)
         """Runs generations together."""
@@ -95,7 +97,7 @@ class Engine(LoadedModel):
     def generate(
         self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
-        """The events of `steps`, in unshared passes. For measurements."""
+        """Yields the events of `steps`, with passes that no other text shares. For measurements."""
         return self._generator.answered(self.steps(key, prompt, sampling, cancelled))
 
     def steps(
@@ -109,7 +111,7 @@ class Engine(LoadedModel):
     ) -> Steps[None]:
         """Continue `prompt` with the cache of `key`, or with a temporary one.
 
-        A job for `joint`, which lets generations share passes. keep: as in `StatePool.begin`.
+        It is a job for `joint`, so that several generations can share passes. keep: as in `StatePool.begin`.
         """
         check_thread(self._thread)
         if self.joint.is_leaving:
@@ -126,7 +128,7 @@ class Engine(LoadedModel):
     ) -> Iterator[Float32]:
         """Yields the logits (at most `logits_rows`, V) of all tokens, from an empty cache.
 
-        key: a new one, whose cache then holds the tokens, or None.
+        key: a new key, whose cache then holds the tokens, or None.
         """
         check_thread(self._thread)
         with self.kv.use(key) as kv:
@@ -138,7 +140,7 @@ class Engine(LoadedModel):
                 raise OndeviceError("the computation was cancelled") from None
 
     def fork(self, source: int, target: int) -> None:
-        """Give `target` a copy of the cache of `source`, if there is room for two."""
+        """Give `target` a copy of the cache of `source`, if there is room for both."""
         check_thread(self._thread)
         with system_refusals():
             self.kv.fork(source, target)
@@ -164,7 +166,7 @@ class Engine(LoadedModel):
     def load_state(
         self, key: int, tokens: Sequence[int], folder: Path, cancelled: IsCancelled
     ) -> Iterator[PassRequest]:
-        """Load a folder's part of the state after `tokens` into the cache of `key`. A job for `joint`."""
+        """Load what a folder holds of the state after `tokens` into the cache of `key`. A job for `joint`."""
         check_thread(self._thread)
         self._require_one_machine()
         with suppress(Cancelled), self.kv.use(key, stored=True) as kv, system_refusals():
@@ -173,12 +175,13 @@ class Engine(LoadedModel):
                 yield no_pass(kv, cancelled)
 
     def _require_one_machine(self) -> None:
-        """Raises UsageError if other machines have a part of every state."""
+        """Check that no other machines are involved. Raises UsageError if they hold a part of every state."""
         if self._later is not None:
             raise UsageError(f"saving and loading a session {_ALONE}")
 
     def step_idle(self) -> bool:
-        """A step of idle work: write an unsaved piece to the prompt cache, else read neurons ahead.
+        """Do a step of idle work: write an unsaved piece to the prompt cache, or if there is none, read
+        neurons ahead.
 
         Returns False if there is nothing to do.
         """
@@ -187,12 +190,14 @@ class Engine(LoadedModel):
 
     @property
     def drafts_from_memory(self) -> bool:
-        """Whether a pass over the weights in memory drafts: it needs no reads, and a text's pass does."""
+        """Whether drafts should come from a pass over only the weights in memory: such a pass reads nothing,
+        but a text's pass does.
+        """
         plan = self.plan
         return not plan.selects_neurons and plan.offloads_weights and self._quota.holds_draft
 
     def make_drafting(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Drafting | None:
-        """The drafting of this model under the options of `resolved`, or None. The caller closes it.
+        """The drafting that the options of `resolved` give this model, or None. The caller must close it.
 
         Raises what loading a second model raises.
         """
@@ -226,7 +231,9 @@ class Engine(LoadedModel):
         return Drafting(drafter, nodes, min_seconds, widths.branches, runtime.parallel)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
-        """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""
+        """Draft with `drafting` from now on. name: the value of `--speculation`, for the stats of
+        generations.
+        """
         labels = replace(self._generator.labels, speculation=name)
         rows = self._runtime.prefill_chunk
         # With taps, every pass is waited for, so that nothing is pipelined.
@@ -235,15 +242,16 @@ class Engine(LoadedModel):
         self._generator = replace(self._generator, drafting=drafting, labels=labels, prefill_chunk=rows)
 
     def _answered(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception | object | None]:
-        """Answers for `joint`."""
+        """The answers to the requests of the jobs of `joint`."""
         answers = self._generator.passes.answer(requests)
         self.kv.save_between_passes()
         return [WAIT if it is None else None if isinstance(it, str) else it for it in answers]
 
     def _pass_seconds(self) -> float:
-        """Longest time in seconds of prompts' passes; 0: no limit.
+        """The longest time in seconds that passes with prompts should take; 0: no limit.
 
-        There is none without other texts, or where few rows are slow, as weights are read for each pass.
+        There is no limit without other texts, and if weights are read for each pass, since passes of few rows
+        are slow then.
         """
         alone = self._runtime.parallel == 1 or self._later is not None
         fixed = self.plan.offloads_weights or self._bundle.config.experts is not None

@@ -39,7 +39,9 @@ class InstalledModel:
 
 
 def installed_models() -> list[InstalledModel]:
-    """The models of the model folders by name, then the shipped ones. Unfinished ones follow their name."""
+    """The models of the model folders by name, then the shipped ones. An unfinished model follows the
+    finished one of its name.
+    """
     models = [_inspected(name, path) for name, path in known_models().items()]
     models += [
         _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
@@ -55,7 +57,7 @@ def installed_models() -> list[InstalledModel]:
 
 
 def removable(name: str) -> list[InstalledModel]:
-    """The bundle of a name, its unfinished conversion, or both, for `remove`.
+    """What `remove` deletes for a name: the bundle, its unfinished conversion, or both.
 
     Raises ModelNotFoundError if the folder of converted models has neither, UsageError for a path and for a
     shipped model.

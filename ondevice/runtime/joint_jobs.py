@@ -1,7 +1,8 @@
 """Jobs of an owner thread that run together, with one call that answers all their requests.
 
-A joint job is a generator of items and requests. It runs until it yields a request; when all running jobs
-have, one call answers them. Jobs join and leave between two such rounds. This module knows nothing of models.
+A joint job is a generator of items and requests. It runs until it yields a request. When all running jobs
+have yielded one, a single call answers all requests. Jobs join and leave between two such rounds. This module
+knows nothing of models.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Job(Protocol):
 
 
 class JointJobs:
-    """Runs jobs together. It belongs to the owner thread, except `running`."""
+    """Runs jobs together. Only the owner thread may use it, except for `running`."""
 
     def __init__(
         self,
@@ -38,8 +39,9 @@ class JointJobs:
         """Args:
         max_jobs: most jobs that run together.
         request: the type of requests; everything else that a job yields is an item.
-        answer: called with the requests of all running jobs, oldest job first. Returns an answer for each,
-            which is sent to its job, or raised in it if it is an exception. `WAIT` repeats the request.
+        answer: called with the requests of all running jobs, oldest job first. Returns one answer per
+            request, which is sent to the job, or raised in it if it is an exception. The answer `WAIT`
+            repeats the request.
         """
         self.max_jobs = max_jobs
         self.running = 0
@@ -54,7 +56,7 @@ class JointJobs:
         return any(one.job.is_cancelled() for one in self._running)
 
     def run(self, first: Job, following: Callable[[], Job | None], between: Callable[[], None]) -> None:
-        """Run `first` and jobs that join it, until all have ended. Every error goes to the jobs.
+        """Run `first` and jobs that join it, until all have ended. Errors are delivered to the jobs.
 
         following: returns the next job to run, or None. between: called between items and rounds.
         """
@@ -74,7 +76,7 @@ class JointJobs:
         self.running = 0
 
     def _take_answers(self, running: list[_Running]) -> None:
-        """Answer the requests. No answer is kept while the next ones are computed."""
+        """Answer the requests of the running jobs. Answers are freed before the next ones are computed."""
         requests = [one.request for one in running]
         for one, answer in zip(running, self._answer(requests) if requests else (), strict=True):
             one.take(answer)
@@ -101,7 +103,7 @@ class _Running:
         self._answer: BaseException | Any | None = None
 
     def take(self, answer: BaseException | Any | None) -> None:
-        """Take the answer to the request."""
+        """Take the answer to the job's request."""
         if answer is not WAIT:
             self.request, self._answer = None, answer
 
@@ -147,7 +149,7 @@ class _JobEnd:
 
 
 class _ToAll:
-    """A context that ends all running jobs with an error that belongs to none."""
+    """A context that ends all running jobs if an error occurs that belongs to no single job."""
 
     def __init__(self, running: list[_Running]) -> None:
         self._all = running

@@ -1,6 +1,6 @@
 """A loaded model, or a part of one, under its budget: reader, backend, weights, neurons and states.
 
-It belongs to the thread that created it, and allocates by the plan of its resolved model (`resolving.py`).
+Only the thread that created it may use it. It allocates by the plan of its resolved model (`resolving.py`).
 `engine.py` generates texts with it; on other machines that share a model, `distributed/layer_server.py` runs
 its layers.
 """
@@ -65,7 +65,7 @@ class LoadedModel:
             resolved: the model, its options and its plan.
             cancelled: called between two pieces of the weights; if it holds, Cancelled is raised.
             fetch: how selected neurons are kept and read.
-            later: the layers that other machines run; None if there are none, or on these machines.
+            later: the layers that other machines run. None if there are none, and on these machines.
 
         Raises BudgetError before anything is read, and FlashReadError and BundleError for damaged weights.
         """
@@ -133,11 +133,11 @@ class LoadedModel:
 
     @property
     def feed_forward_bytes(self) -> int:
-        """Bytes of memory of neurons."""
+        """Bytes of the memory for neurons."""
         return self._neurons.nbytes
 
     def counters(self) -> Counters:
-        """Totals since loading."""
+        """Running totals since the model was loaded."""
         flash, neurons, backend = self._reader.stats, self._neurons, self._backend
         return Counters(
             ranks=() if self._later is None else self._later.stats(self.rank_stats()),
@@ -157,7 +157,7 @@ class LoadedModel:
         )
 
     def rank_stats(self) -> RankStats:
-        """The stats of this machine's part of a shared model, without its messages."""
+        """The stats of this machine's part of a shared model, except those of messages."""
         config = self._bundle.config
         return RankStats(
             first_layer=config.part.first,
@@ -168,10 +168,10 @@ class LoadedModel:
         )
 
     def fill_ahead(self) -> bool:
-        """A step of idle work: read a few neurons or experts that are likely to be used.
+        """Do a step of idle work: read a few neurons or experts that are likely to be used.
 
-        Returns False if there is nothing to do. Neurons are read only if their hotness is known, as a prompt
-        uses few of them.
+        Returns False if there is nothing to do. Neurons are read only if their hotness is known, because a
+        prompt uses few of them.
         """
         check_thread(self._thread)
         wanted = self._bundle.hotness is not None or self._bundle.config.experts is not None
@@ -179,15 +179,17 @@ class LoadedModel:
 
     @property
     def replanned(self) -> Plan:
-        """The plan with the present claims of other models; it may not fit. Safe from any thread."""
+        """The plan, renewed with what other models claim now; it may not fit. Safe from any thread."""
         return replanned(self.plan, self._claim)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to the user's new budget. Raises BudgetError, and changes nothing, if it is too small."""
+        """Keep to a new budget set by the user. Raises BudgetError, and changes nothing, if it is
+        too small.
+        """
         self.set_plan(self.plan.with_budget(budget_bytes))
 
     def set_plan(self, plan: Plan, emptied: bool = False) -> None:
-        """Keep to another plan of the same model. Raises BudgetError, and changes nothing, if it doesn't fit.
+        """Keep to a new plan of the same model. Raises BudgetError, and changes nothing, if it doesn't fit.
 
         emptied: whether neurons start with the least memory, as after loading.
         """
@@ -198,7 +200,9 @@ class LoadedModel:
         self._keep_to(plan)
 
     def shift_budget(self, budget_bytes: int) -> bool:
-        """Keep to a budget up to the user's. Returns False if other models have claimed the memory."""
+        """Keep to a budget that is at most the user's. Returns False if other models have claimed
+        the memory.
+        """
         check_thread(self._thread)
         plan = self.plan.with_budget(budget_bytes)
         if not self._claim.follow(plan):
@@ -218,7 +222,7 @@ class LoadedModel:
         self.transformer = None  # type: ignore[assignment]
 
     def grow_weights(self, kv: SequenceState, tokens: int) -> None:
-        """Give weights the memory that `tokens` tokens in kv will leave."""
+        """Give weights the memory that is left once kv holds `tokens` tokens."""
         if self._later is not None:
             self._later.expect(kv, tokens)
         grown = max(0, kv.layout.nbytes(min(tokens, self.plan.max_context)) - kv.nbytes)
@@ -243,7 +247,7 @@ class LoadedModel:
             self._reader.trim()
 
     def _held_bytes(self) -> int:
-        """Bytes that are certainly in memory; 0 until loading ends. Safe from any thread."""
+        """Bytes that are certainly in memory; 0 until loading has ended. Safe from any thread."""
         if not self._loaded_bytes:
             return 0
         held = self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + self._neurons.filled_bytes
@@ -265,7 +269,7 @@ def _open_reader(resolved: ResolvedModel) -> tuple[FlashReader, CostModel]:
 
 
 def _open_matrices(shape: MatrixShape, backend: BudgetedBackend, reader: FlashReader) -> MatrixStream:
-    """The stream of the matrices of every token from flash."""
+    """The stream that reads the matrices of every token from flash."""
     assert isinstance(backend, CpuBackend)
     return MatrixStream(
         backend.streamed,

@@ -1,4 +1,4 @@
-"""The files of a checkpoint on this disk, and the removal of a GGUF file after its bundle is verified."""
+"""The files of a local checkpoint, and the removal of a GGUF file after its bundle is verified."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def weight_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class RemovableSource:
-    """A GGUF file of this disk with all its parts.
+    """A local GGUF file, with all its parts, that a conversion may delete.
 
-    stamps: paths, and file-system metadata by which a replaced file is noticed.
+    stamps: the files' paths, each with metadata that shows whether the file was replaced.
     """
 
     stamps: tuple[tuple[Path, tuple[int, ...]], ...]
@@ -47,7 +47,7 @@ class RemovableSource:
         return [path for path, _ in self.stamps]
 
     def remove(self, bundle: Path, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Delete the files, after all bytes of their bundle are verified.
+        """Delete the files, after verifying all bytes of their bundle.
 
         on_progress: called with (bytes read, total bytes). Raises BundleError if the bundle is damaged,
         OndeviceError if a file has changed or can't be deleted.
@@ -74,7 +74,7 @@ class RemovableSource:
 def removable_source(source: str | os.PathLike[str]) -> RemovableSource:
     """The source of a conversion that may be deleted later. Deletes nothing.
 
-    Raises UsageError unless it is a GGUF file of this disk and no link, and ModelNotFoundError.
+    Raises UsageError unless it is a local GGUF file that isn't a link, and ModelNotFoundError.
     """
     path = find_source(source)
     if isinstance(path, Repository):
@@ -110,7 +110,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Device, inode, size in bytes and time of change; empty if the file is missing."""
+    """A file's device, inode, size in bytes and time of change; empty if the file is missing."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The budget below which `auto` chooses other modes."""
+"""Finds the budget below which `auto` chooses other modes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class ModeChange:
 
 
 def mode_change(resolved: ResolvedModel) -> ModeChange | None:
-    """The largest smaller budget at which `auto` chooses other modes, with the process's present memory.
+    """The largest smaller budget at which `auto` chooses other modes, and these modes.
 
     None if the options name the modes, if no budget that works changes them, or if the model doesn't fit.
+    Memory of the process counts as it is now.
     """
     if resolved.under is None or not resolved.plan.fits:
         return None

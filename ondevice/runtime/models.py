@@ -74,7 +74,7 @@ class ConversionProgress(Protocol):
 
     @property
     def step(self) -> str:
-        """The file being written."""
+        """The file that is being written."""
 
     @property
     def done_bytes(self) -> int: ...
@@ -87,11 +87,13 @@ class ConversionProgress(Protocol):
 
     @property
     def remaining_seconds(self) -> float | None:
-        """The estimate, or None if there is none yet."""
+        """The estimated time that is left, or None if there is no estimate yet."""
 
 
 def model_home() -> Path:
-    """The folder of converted models: `ONDEVICE_HOME`, else in the platform's data folder."""
+    """The folder of converted models: `ONDEVICE_HOME`, or if that isn't set, a folder in the platform's data
+    folder.
+    """
     home = os.environ.get("ONDEVICE_HOME")
     if home:
         return Path(home).expanduser()
@@ -123,7 +125,9 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
 
 
 def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
-    """The folder for a checkpoint's bundle: `output`, else `default_output`, whose errors it raises."""
+    """The folder for a checkpoint's bundle: `output` if given, otherwise `default_output`, whose errors it
+    raises.
+    """
     return default_output(source) if output is None else output_path(output)
 
 
@@ -158,7 +162,7 @@ def _path_text(value: object, what: str) -> str:
 
 @contextmanager
 def _lookups(name: str) -> Iterator[None]:
-    """Turn the system's errors during a name's lookup into ModelNotFoundError."""
+    """A context that turns the system's errors during a name's lookup into ModelNotFoundError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -186,7 +190,9 @@ def _find_model(text: str, is_path: bool) -> Path:
 
 
 def _check_repository(folder: Path, repository: Repository) -> None:
-    """Raises ModelNotFoundError if a bundle comes from another repository, or another file of it."""
+    """Check where a bundle comes from. Raises ModelNotFoundError if it is another repository, or another of
+    its files.
+    """
     try:
         source = parse_manifest(read_file(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
     except (BundleError, UnsupportedModelError):
@@ -203,7 +209,7 @@ def _check_repository(folder: Path, repository: Repository) -> None:
 def known_models() -> dict[str, Path]:
     """The bundles in the model folders, by name: converted ones, then shipped ones.
 
-    Of two with one name, the one that `find_model` returns.
+    If two have the same name, the one that `find_model` returns.
     """
     bundles: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
@@ -313,7 +319,7 @@ NOTHING_DAMAGED: Mapping[str, BundleError] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class SparsityMode:
-    """A sparsity mode, whether a model can run in it, and the reason."""
+    """A sparsity mode, whether a model can run in it, and the reason why or why not."""
 
     name: str
     available: bool
@@ -323,7 +329,9 @@ class SparsityMode:
 def sparsity_modes(
     config: ModelConfig, predictors: Predictors | None, damaged: Mapping[str, BundleError] = NOTHING_DAMAGED
 ) -> tuple[SparsityMode, ...]:
-    """Every sparsity mode, and whether this model can have it. damaged: sidecars, as in a Bundle."""
+    """Every sparsity mode, and whether this model can run in it. damaged: errors of damaged sidecars, as in a
+    Bundle.
+    """
     if config.experts is not None:
         return _modes_of_experts(config.experts)
     relu, threshold = config.zeros_gates, config.feed_forward.threshold
@@ -358,7 +366,7 @@ def sparsity_modes(
 
 
 def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
-    """The modes of a model with experts."""
+    """The sparsity modes of a model with experts."""
     chosen = f"only the {experts.chosen} of {experts.count} experts that each token chooses; exact"
     if _min_chosen(experts) < experts.chosen:
         chosen += "; --experts 1" if experts.chosen == 2 else f"; --experts 1 to {experts.chosen - 1}"
@@ -372,7 +380,7 @@ def _modes_of_experts(experts: ExpertsSpec) -> tuple[SparsityMode, ...]:
 
 
 def _min_chosen(experts: ExpertsSpec) -> int:
-    """Smallest number of a token's experts. A sparsemixer's weights are defined for exactly two."""
+    """The smallest allowed number of experts per token. Weights of a sparsemixer are defined only for two."""
     return experts.chosen if experts.scoring == "sparsemixer" else 1
 
 
@@ -403,7 +411,7 @@ def with_chosen_experts(config: ModelConfig, chosen: int) -> ModelConfig:
 
 
 def for_slice(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
-    """The options for a slice: `dense` for `exact` if none of its layers has exact zeros."""
+    """The options for a slice: mode `exact` becomes `dense` if none of the slice's layers has exact zeros."""
     if config.part != FULL_MODEL and runtime.sparsity == "exact" and not config.has_exact_zeros:
         return replace(runtime, sparsity="dense")
     return runtime
@@ -412,7 +420,8 @@ def for_slice(config: ModelConfig, runtime: RuntimeConfig) -> RuntimeConfig:
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
     """The modes that `auto` chooses from, in order of preference. All of them are exact.
 
-    Not `exact` on MLX with a cutoff: it isn't measured whether skipping its zeros changes bits.
+    `exact` isn't among them on MLX with a cutoff, because it isn't measured whether skipping a cutoff's zeros
+    changes bits.
     """
     if config.experts is not None:
         return ["experts"]
@@ -423,7 +432,7 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
 def operating_point(runtime: RuntimeConfig, predictors: Predictors | None) -> OperatingPoint | None:
     """The operating point of `predicted`; None in other modes.
 
-    Raises UnsupportedModelError for one that wasn't measured.
+    Raises UnsupportedModelError for a recall target that wasn't measured.
     """
     if runtime.sparsity == "predicted" and predictors is not None:
         return predictors.point(runtime.predictor_recall)
@@ -442,7 +451,7 @@ def check_runtime(
     """Check the options before anything is loaded.
 
     Raises UnsupportedModelError for a sparsity or speculation mode that the model can't have, BundleError for
-    one with damaged files, BackendUnavailableError for a backend.
+    a mode whose files are damaged, BackendUnavailableError for a backend that can't run it.
     """
     for mode, key, is_used in (
         (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),

@@ -1,4 +1,4 @@
-"""Memory for a loaded model's neurons, and its quota by the plan."""
+"""Memory for a loaded model's neurons, and how much of it the plan allows."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ class NeuronMemory(Protocol):
 
     @property
     def lookups(self) -> int:
-        """Number of multiplied neurons, counted once per pass and layer."""
+        """Number of lookups: neurons that were multiplied, counted once per pass and layer."""
 
     @property
     def hits(self) -> int:
-        """Number of lookups whose neuron was in memory before the layer."""
+        """Number of lookups whose neuron was already in memory before the layer."""
 
     @property
     def times(self) -> PassTimes:
-        """Seconds of waiting for neurons, and of managing their memory."""
+        """Seconds spent on waiting for neurons, and on managing their memory."""
 
     @property
     def prefetching(self) -> PrefetchQuality: ...
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments, as `quota` of the plan's segments."""
+        """Keep to a quota of segments, in the form of the plan's `quota`."""
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments of each layer's dense part, as `Plan.dense_quota`."""
+        """Keep to a quota of segments for each layer's dense part, in the form of `Plan.dense_quota`."""
 
     def fill(self) -> bool:
         """Read a little ahead while the model is idle. Returns False if there is nothing to read."""
@@ -108,7 +108,8 @@ def open_neuron_memory(
     options: FetchOptions,
     cancelled: IsCancelled = never_cancelled,
 ) -> NeuronMemory:
-    """The neuron memory of a model by its plan, empty except `Plan.dense_segments`.
+    """The neuron memory that a model's plan describes. It is empty at first, except for
+    `Plan.dense_segments`.
 
     Args:
         bundle: the model.
@@ -156,7 +157,7 @@ def _expert_memory(
     options: FetchOptions,
     cancelled: IsCancelled,
 ) -> NeuronMemory:
-    """`open_neuron_memory` for a model with experts."""
+    """The neuron memory of a model with experts. Arguments and errors are those of `open_neuron_memory`."""
     config, segment, layers = bundle.config, plan.segment, backend.feed_forwards
     assert isinstance(segment, SlotShape)
     with ExitStack() as undo:
@@ -202,7 +203,9 @@ def segment_pool(
 
 
 def _expert_shares(bundle: Bundle) -> list[Float32] | None:
-    """For each layer with experts, (E,) share of calibration tokens that chose each expert, or None."""
+    """For each layer with experts, (E,) the share of calibration tokens that chose each expert. None without
+    a calibration.
+    """
     use, counts = bundle.expert_use, bundle.expert_counts()
     return None if use is None or counts is None else list(counts.astype(np.float32) / use.tokens)
 
@@ -210,8 +213,8 @@ def _expert_shares(bundle: Bundle) -> list[Float32] | None:
 class WeightQuota:
     """The quota of a model's weights: units of matrices, then segments of neurons.
 
-    It is the plan's memory without keys, values and scratch memory. Forward passes fill it. Wide passes take
-    scratch memory from weights, and decoding gives it back.
+    Weights get what the plan has left after keys, values and scratch memory, and forward passes fill it. Wide
+    passes take scratch memory from weights, and decoding gives it back.
     """
 
     def __init__(
@@ -241,39 +244,41 @@ class WeightQuota:
 
     @property
     def segments(self) -> int:
-        """Present quota of segments."""
+        """The number of segments that neurons may hold now."""
         return self._held.segments
 
     @property
     def holds_draft(self) -> bool:
-        """Whether the matrices for a draft's pass are within the present quota."""
+        """Whether all matrices that a draft's pass needs may be in memory now."""
         shape = self._plan.matrices
         return shape is None or self._held.units >= shape.draft_units
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
-        """Allocate a plan's quota with `kv_bytes` of keys and values."""
+        """Keep to a plan, when keys and values take `kv_bytes`."""
         self._plan = plan
         self._neurons.keep_dense(plan.dense_quota)
         self._allocate(self._room(kv_bytes))
 
     def clear(self) -> None:
-        """Shrink to the smallest quota that works."""
+        """Shrink to the least memory that works."""
         self._allocate(Held(0, self._plan.segment.least))
 
     def grow(self, kv_bytes: int) -> None:
-        """Grow to the memory that `kv_bytes` of keys and values leave."""
+        """Grow to the memory that is left when keys and values take `kv_bytes`."""
         room = self._room(kv_bytes)
         if room > self._held:
             self._allocate(room)
 
     def yield_to(self, kv_bytes: int) -> None:
-        """Shrink to the memory that `kv_bytes` of keys and values leave."""
+        """Shrink to the memory that is left when keys and values take `kv_bytes`."""
         room = self._room(kv_bytes)
         if room < self._held:
             self._allocate(room)
 
     def before_pass(self, tokens: int, kv_bytes: int) -> None:
-        """Make room for a pass over `tokens` tokens. A wide one takes memory, decoding gives it back."""
+        """Make room for a pass over `tokens` tokens. A wide pass takes memory from weights, decoding gives it
+        back.
+        """
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self.yield_to(kv_bytes)
@@ -284,7 +289,9 @@ class WeightQuota:
             self._allocate(self._room(kv_bytes))
 
     def _room(self, kv_bytes: int) -> Held:
-        """Weights that fit beside `kv_bytes` of keys and values. More bytes never compare as less."""
+        """The weights that fit when keys and values take `kv_bytes`. More memory never gives
+        fewer weights.
+        """
         return self._plan.held_weights(kv_bytes, self._pass_tokens)
 
     def _allocate(self, held: Held) -> None:

@@ -19,7 +19,9 @@ from ondevice.units import trim_heap
 
 
 def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """The bundle without damaged sidecars, of those that the options use. Reads their tensors."""
+    """The bundle without those damaged sidecars that the options would use. Reads the tensors of these
+    sidecars.
+    """
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
         (STREAMS_SIDECAR, runs_streams(runtime.speculation, bundle.streams)),
@@ -59,9 +61,9 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
 
 
 def resolved_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
-    """The speculation, with `auto` resolved as far as possible.
+    """The speculation mode, with `auto` replaced by what it means, as far as that is known.
 
-    `auto` becomes `off` where drafts could change texts, and `model` if a draft model is named.
+    `auto` becomes `off` if drafts could change texts, and `model` if a draft model is named.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
@@ -71,7 +73,7 @@ def resolved_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Specula
 
 
 def tokenizer_bytes(bundle: Bundle) -> int:
-    """Upper bound of `open_tokenizer`'s peak memory. Raises BundleError for a missing file."""
+    """An upper bound of `open_tokenizer`'s peak memory in bytes. Raises BundleError for a missing file."""
     info = bundle.manifest.tokenizer
     if info.kind is None or info.file is None:
         return 0
@@ -79,7 +81,7 @@ def tokenizer_bytes(bundle: Bundle) -> int:
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, or None. Raises BundleError for a damaged or hostile file."""
+    """The bundle's tokenizer; None if it has none. Raises BundleError for a damaged or hostile file."""
     info = bundle.manifest.tokenizer
     if info.kind is None or info.file is None:
         return None

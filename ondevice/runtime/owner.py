@@ -28,7 +28,7 @@ Cancelled = Callable[[], bool]
 
 
 class _End:
-    """The last item that a job delivers."""
+    """The last item that a job delivers: its end, and an error if there was one."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -37,7 +37,8 @@ class _End:
 class _Job:
     """Work and where its items go. Leaving its context delivers the end, with or without an error.
 
-    kind: `joint` jobs run with others, after `run_jointly`. `brief` ones may run between two of their rounds.
+    kind: `joint` jobs run together with other joint ones, after `run_jointly`. `brief` jobs may run between
+    two rounds of joint jobs.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class _Job:
                 between_items()
 
     def refuse(self) -> None:
-        """Deliver the end without running."""
+        """Deliver the end of the job without running it."""
         self.end(closed_error())
 
     def is_cancelled(self) -> bool:
@@ -85,10 +86,10 @@ class _Job:
 class OwnerThread(Generic[T]):
     """A thread that starts at the first job and ends with `close()`, or when this object is collected.
 
-    A child of fork() has the object without the thread; there, submitting work raises OndeviceError.
+    In a child of fork() the object exists without its thread, and submitting work raises OndeviceError.
 
-    kept: whether the thread waits for the next owner instead of ending, for work that leaks memory for every
-    thread.
+    kept: whether the thread waits to serve another owner instead of ending, for work that leaks memory with
+    every new thread.
     """
 
     def __init__(self, name: str, kept: bool = False) -> None:
@@ -107,11 +108,11 @@ class OwnerThread(Generic[T]):
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a child of fork(), without the thread, and where locks may be held forever."""
+        """Whether this is a child of fork(): the thread is missing, and locks may be held forever."""
         return os.getpid() != self._process
 
     def require_own_process(self) -> None:
-        """Raises OndeviceError in a child of fork()."""
+        """Check the process. Raises OndeviceError in a child of fork()."""
         if self.is_inherited:
             raise OndeviceError(
                 f"the model was loaded by process {self._process}, and this is a fork of it, without the "
@@ -119,14 +120,14 @@ class OwnerThread(Generic[T]):
             )
 
     def require_open(self) -> None:
-        """Raises OndeviceError once this is closed, and in a child of fork()."""
+        """Check that work can be submitted. Raises OndeviceError after `close`, and in a child of fork()."""
         self.require_own_process()
         if self._jobs.closed:
             raise closed_error()
 
     @property
     def run_urgent(self) -> Callable[[], None]:
-        """Runs the waiting urgent calls, for work whose items are far apart."""
+        """A function that runs the waiting urgent calls, for work that yields items rarely."""
         return self._jobs.run_urgent
 
     def call(self, work: Callable[[], T], urgent: bool = False) -> T:
@@ -146,11 +147,12 @@ class OwnerThread(Generic[T]):
         return result
 
     def run_jointly(self, joint: JointJobs) -> None:
-        """Run joint jobs together from now on, by `joint`."""
+        """From now on, run joint jobs together, with `joint`."""
         self._jobs.joint = joint
 
     def stream(self, work: Callable[[Cancelled], Iterator[T]], joint: bool = False) -> Iterator[T]:
-        """The items of `work(cancelled)`, which runs on the owner thread. Closing the iterator cancels.
+        """Yields the items of `work(cancelled)`, which runs on the owner thread. Closing the iterator cancels
+        the work.
 
         The job is queued when the first item is requested. joint: whether to run it with other joint jobs; it
         may then yield requests, which aren't delivered.
@@ -201,7 +203,7 @@ class OwnerThread(Generic[T]):
     def when_idle(self, step: Callable[[], bool]) -> None:
         """Run `step` on the owner thread while no job waits, until it returns False or raises.
 
-        Its error is dropped, as later jobs will raise it too.
+        Its error is dropped, because later jobs will raise it too.
         """
         jobs = self._jobs
 
@@ -261,7 +263,9 @@ class _Jobs:
             self._queue.put(job)
 
     def run_next(self) -> bool:
-        """Run the next job; False at the end. Keeps no reference to the job, which may hold the model."""
+        """Run the next job. Returns False at the end. Keeps no reference to the job, which may hold the
+        model.
+        """
         job = self.next()
         if job is None:
             return False
@@ -276,7 +280,9 @@ class _Jobs:
         return True
 
     def _following(self) -> _Job | None:
-        """The next job if it can join the running ones, or None. Runs brief jobs before it."""
+        """The next job, if it can join the running ones; otherwise None. Runs brief jobs that
+        wait before it.
+        """
         while self._next or not self._queue.empty():
             if not self._next:
                 self._next.append(self._queue.get())
@@ -310,7 +316,7 @@ class _Jobs:
         return None
 
     def _get(self) -> _Job | None:
-        """The next item of the queue, with idle work until it comes."""
+        """The next item of the queue. Does idle work until it comes."""
         if self._next:
             return self._next.pop()
         while self.idle is not None:
@@ -343,7 +349,7 @@ class _Jobs:
 
 
 class _LastJob(_Job):
-    """The clean-up, which runs after the queue is closed."""
+    """The clean-up at the end, which runs after the queue is closed."""
 
     def __init__(self, last: Callable[[], None]) -> None:
         def work(cancelled: Cancelled) -> Iterator[None]:
@@ -358,7 +364,7 @@ def _nothing(cancelled: Cancelled) -> Iterator[None]:
 
 
 def _drop(item: Any) -> None:
-    """Discard an item."""
+    """Do nothing with an item."""
 
 
 class _Runner:
@@ -415,7 +421,7 @@ _IDLE_THREADS: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
 
 
 def _serve(runner: _Runner) -> None:
-    """Run the jobs of one owner, then of the next ones. Keeps no reference to a finished owner."""
+    """Run the jobs of one owner, then those of the next owners. Keeps no reference to a finished owner."""
     following: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
     while runner.run():
         _IDLE_THREADS.append((threading.current_thread(), following))

@@ -1,6 +1,6 @@
 """Names of repositories of the Hugging Face hub, and of GGUF files in them.
 
-`Qwen/Qwen3-0.6B` is a repository, `Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf` a file of one.
+`Qwen/Qwen3-0.6B` names a repository, `Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf` a file in one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Repository:
 
     @property
     def bundle_name(self) -> str:
-        """The name of its bundle."""
+        """The name of the bundle that it is converted to."""
         return model_name(PurePath(self.file)) if self.file else self.name.rpartition("/")[2]
 
     @property
     def full_bundle_name(self) -> str:
-        """A bundle name that is unique among repositories."""
+        """A name for its bundle that no other repository's bundle has."""
         owned = self.name.replace("/", "--")
         return f"{owned}--{self.bundle_name}" if self.file else owned
 
@@ -54,7 +54,7 @@ def parse_repository(text: str) -> Repository | None:
 
 
 def converted_from(source: str) -> Repository | None:
-    """The repository of a bundle, from its manifest's `source`, or None."""
+    """The repository that a bundle comes from, given its manifest's `source`, or None."""
     match = _CONVERTED.fullmatch(source)
     return None if match is None else Repository(match[1], match[2] or "")
 

@@ -110,7 +110,7 @@ class ResolvedModel:
     """Reasons why the user's budget may exceed the machine's memory."""
 
     def require_fit(self, only_budget: bool = False) -> None:
-        """Raises BudgetError if the plan doesn't fit, with the smallest budget and other remedies.
+        """Check the plan. Raises BudgetError if it doesn't fit, with the smallest budget and other remedies.
 
         only_budget: whether only the budget can be changed.
         """
@@ -124,7 +124,7 @@ class ResolvedModel:
         )
 
     def require_default_context(self) -> None:
-        """Raises BudgetError if the budget has shortened the default context."""
+        """Check the context. Raises BudgetError if the budget is too small for the default context."""
         if self.unshortened is None:
             return
         try:
@@ -151,7 +151,7 @@ class ResolvedModel:
 
     @property
     def default_experts(self) -> int:
-        """The model's number of experts for a token, if `--experts` reduces it; else 0."""
+        """The model's number of experts per token, if `--experts` reduces it; otherwise 0."""
         experts = self.bundle.manifest.config.experts if self.runtime.experts else None
         return 0 if experts is None else experts.chosen
 
@@ -169,12 +169,14 @@ class ResolvedModel:
 
     @property
     def smallest_plan(self) -> ResolvedModel:
-        """The model with the allowed options that need the smallest budget."""
+        """The same model, with those allowed options that need the smallest budget."""
         return self.smallest or self
 
 
 def require_full_model(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a slice, which can't generate text alone."""
+    """Check that a bundle is a complete model. Raises UnsupportedModelError for a slice, which can't generate
+    text alone.
+    """
     if bundle.config.part != FULL_MODEL:
         raise UnsupportedModelError(
             f"{bundle.name} is {part_words(bundle.manifest)}. It runs with the other layers' machines alone: "
@@ -244,7 +246,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The memory of machine and process before a model is planned."""
+    """The memory of the machine and of the process, before a model is planned."""
 
     held_bytes: int
     """Memory of this process and of those counted to it, with loaded models."""
@@ -257,7 +259,7 @@ class _Measured:
 
 
 def held_bytes() -> int:
-    """Memory of this process and of those counted to it."""
+    """Bytes of this process and of the processes that count as part of it."""
     return process_memory().current_bytes + other_process_bytes()
 
 
@@ -273,7 +275,9 @@ def _measured() -> _Measured:
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans one model under one budget. runtime: resolved except `auto` modes and the context."""
+    """Plans one model under one budget. runtime: options, resolved except for `auto` modes and
+    the context.
+    """
 
     bundle: Bundle
     tokenizer: Tokenizer | None
@@ -293,16 +297,16 @@ class _Planner:
 
     @property
     def may_open(self) -> bool:
-        """Whether the budget has room for reading the tokenizer."""
+        """Whether the budget has room to read the tokenizer."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def resolved(self) -> ResolvedModel:
-        """The model with the user's context, or with the longest from MIN_CONTEXT on that fits.
+        """The model with the user's context. Without one, with the longest context that fits, but at least
+        MIN_CONTEXT.
 
-        Without a user's context it is at most the default, or as long as `context_share` of the budget
-        allows.
+        That context is at most the default, or as long as `context_share` of the budget allows.
         """
         wanted, floor = context_tokens(self.bundle.config, self.runtime), self._min_context
         default = resolved = self._at(wanted)
@@ -336,7 +340,7 @@ class _Planner:
 
     @property
     def _min_context(self) -> int:
-        """Shortest context, in tokens, that the budget may give."""
+        """The shortest context, in tokens, that a small budget may lead to."""
         wanted = context_tokens(self.bundle.config, self.runtime)
         return wanted if self.runtime.max_context else min(wanted, MIN_CONTEXT)
 
@@ -368,14 +372,16 @@ class _Planner:
         return replace(longer, plan=plan, alternatives=default.alternatives)
 
     def _fitting_context(self, wanted: int) -> int:
-        """The longest context below `wanted` that fits; 0 for none."""
+        """The longest context below `wanted` with which the model fits; 0 if there is none."""
         lengths = [*TINY_CONTEXTS, *range(CONTEXT_STEP, wanted, CONTEXT_STEP)]
         shorter = [length for length in lengths if length < wanted]
         fitting = bisect_left(shorter, True, key=lambda length: not self._at(length).plan.fits)
         return shorter[fitting - 1] if fitting else 0
 
     def _fitting_options(self, missed: ResolvedModel) -> tuple[str, ...]:
-        """Options with which a model whose plan doesn't fit would: `dense`, no drafts, else both."""
+        """The options, each by itself, with which a model that doesn't fit would: `dense`, no drafts, or if
+        neither, both.
+        """
         runtime, dense, plain = missed.runtime, "--sparsity dense", "--speculation off"
         planned = {
             dense: self._plan(replace(runtime, sparsity="dense"), missed.draft, missed.draft_layer),
@@ -387,15 +393,15 @@ class _Planner:
         return alone or tuple(fitting)
 
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
-        """The model with a context, in its preferred modes, or in those with the smallest budget if none
-        fits.
-
-        wanted: the default context, if this one is shorter.
+        """The model with this context, in the modes it prefers, or in those that need the smallest budget if
+        none fits.
         """
         return self._in_chunks(prompt_chunk(self.bundle.config, self.runtime), max_context, wanted)
 
     def _smallest_at(self, max_context: int, wanted: int) -> ResolvedModel:
-        """`_at` with small chunks, if no bit depends on them and the options don't name a size."""
+        """The model as of `_at`, with small chunks of prompts if these change no bits and the options name no
+        size.
+        """
         chunk = prompt_chunk(self.bundle.config, self.runtime)
         if (
             not self.runtime.prefill_chunk
@@ -406,7 +412,7 @@ class _Planner:
         return self._in_chunks(chunk, max_context, wanted)
 
     def _in_chunks(self, prefill_chunk: int, max_context: int, wanted: int) -> ResolvedModel:
-        """`_at` with prompts in chunks of `prefill_chunk` tokens."""
+        """The model as of `_at`, with prompts in chunks of `prefill_chunk` tokens."""
         runtime = replace(self.runtime, max_context=max_context, prefill_chunk=prefill_chunk)
         draft = None if self.draft is None else self.draft.within(max_context)
         config, sparsity = self.bundle.config, runtime.sparsity
@@ -445,9 +451,10 @@ class _Planner:
     def _drafting_choices(
         self, sparsity: Sparsity, may_stop: bool
     ) -> list[tuple[Speculation, DraftLayer | None, bool]]:
-        """The choices of `auto`, in order: speculation, draft layer, and whether streams are ignored.
+        """What `auto` may choose, in order of preference: speculation, draft layer, and whether streams are
+        ignored.
 
-        may_stop: whether `off` is a choice; drafts aren't given up for a longer context.
+        may_stop: whether `off` is a choice. Drafts aren't given up for a longer context.
         """
         speculation = self.runtime.speculation
         choices: list[tuple[Speculation, DraftLayer | None, bool]] = [(speculation, self.draft_layer, False)]
@@ -514,15 +521,17 @@ def _modes(resolved: ResolvedModel) -> tuple[object, ...]:
 
 
 def _may_leave_streams(bundle: Bundle) -> bool:
-    """Whether `auto` may ignore the bundle's streams: not shared ones, which change the model, and not in a
-    part of a model, as other machines' layers have them too.
+    """Whether `auto` may ignore the bundle's streams.
+
+    Not if they are shared, because these change the model, and not in a part of a model, because other
+    machines' layers have them too.
     """
     streams = bundle.streams
     return streams is not None and streams.mode == "lossless" and bundle.config.part == FULL_MODEL
 
 
 def _preferred(possible: Sequence[ResolvedModel]) -> int:
-    """The index of the preferred model: the first that needs no flash, else the first that fits.
+    """The index of the preferred model: the first that needs no flash, or if all do, the first that fits.
 
     Drafting is preferred even if its memory sends neurons to flash, which happens only when the context is
     nearly full. A draft layer and streams come last if selected neurons are read from flash: their memory
@@ -545,9 +554,8 @@ def _preferred(possible: Sequence[ResolvedModel]) -> int:
 
 
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
-    """Raises the UsageError or ContextOverflowError of `generate` before loading.
-
-    wanted: number of tokens that must fit after these.
+    """Check a prompt. Raises the UsageError or ContextOverflowError that `generate` would raise after
+    loading.
     """
     try:
         check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)
@@ -566,7 +574,9 @@ def is_auto(budget: str | int) -> bool:
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The bytes of `budget` for a planned model, loaded or not. Raises UsageError for an invalid size."""
+    """A budget in bytes for a planned model, whether it is loaded or not. Raises UsageError for an invalid
+    size.
+    """
     if is_auto(budget):
         # A loaded model's present memory is free to it.
         return auto_budget(plan, allowance(held_bytes(), memory_rooms()))

@@ -1,7 +1,7 @@
-"""The facts on which a sequence's state depends besides its tokens, so that only matching states are used.
+"""What the state of a sequence depends on apart from its tokens, so that only matching states are reused.
 
-Memory and speed settings aren't among them, as they change no bit: states serve other budgets, other numbers
-of threads, and texts with and without drafts.
+Settings for memory and speed aren't included, because they change no bit: states may be used with other
+budgets, other numbers of threads, and with and without drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARIES = {"mlx": "mlx", "reference": "numpy"}
 
 
 def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
-    """Everything on which states depend besides tokens, as JSON. target: the backend's `target`."""
+    """Everything that states depend on apart from tokens, as JSON. target: the backend's `target`."""
     from importlib import metadata
 
     bundle, runtime = resolved.bundle, resolved.runtime
@@ -50,9 +50,10 @@ def state_binding(resolved: ResolvedModel, target: str) -> dict[str, Any]:
 
 
 def reuse_chunk(resolved: ResolvedModel) -> int:
-    """Tokens of the prompt chunks whose multiples may be re-used; 0 if any prefix may.
+    """The number of tokens in a chunk, if states may be reused only at multiples of it; 0 if any prefix may
+    be reused.
 
-    With recurrent layers, it is the distance of checkpoints.
+    With recurrent layers, it is the distance between checkpoints.
     """
     runtime, states = resolved.runtime, KVLayout(resolved.bundle.config, resolved.runtime.kv_bits).states
     if states.nbytes:
@@ -61,26 +62,26 @@ def reuse_chunk(resolved: ResolvedModel) -> int:
 
 
 def shared_chunk(resolved: ResolvedModel) -> int:
-    """Tokens of the prompt chunks whose multiples another text may begin with; 0 if any prefix gives equal
-    bits.
+    """The number of tokens in a chunk, if another text may begin only with multiples of it; 0 if any prefix
+    gives equal bits.
     """
     return 0 if _any_split(resolved) else reuse_chunk(resolved)
 
 
 def _any_split(resolved: ResolvedModel) -> bool:
-    """Whether a token has the same bits in any chunk of a prompt."""
+    """Whether a token has the same bits however its prompt is divided into chunks."""
     return resolved.runtime.backend == "cpu"
 
 
 def _rows_of_prompts(resolved: ResolvedModel) -> dict[str, int]:
-    """The prompts' chunk, if it may change recurrent states."""
+    """The size of prompts' chunks, if it may change recurrent states; otherwise empty."""
     runtime, config = resolved.runtime, resolved.bundle.config
     split = config.recurrent_layers and runtime.backend != "cpu"
     return {"prefill_chunk": runtime.prefill_chunk} if split else {}
 
 
 def open_prompt_cache(resolved: ResolvedModel, target: str) -> PromptCache | None:
-    """The prompt cache of the options, or None."""
+    """The prompt cache that the options name, or None."""
     folder = resolved.runtime.prompt_cache
     if not folder:
         return None
@@ -103,7 +104,7 @@ def prompt_cache_at(
 
 
 def _mode(resolved: ResolvedModel) -> list[str]:
-    """The sparsity mode as far as it changes bits, and a digest of its predictors."""
+    """The sparsity mode and a digest of its predictors, as far as they change bits."""
     bundle, runtime = resolved.bundle, resolved.runtime
     point = operating_point(runtime, bundle.predictors)
     if point is None or bundle.predictors is None:

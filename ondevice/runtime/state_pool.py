@@ -1,9 +1,9 @@
 """The states of a model's texts, their memory, and the choice of the state that a new text begins with.
 
 A text begins with the state that shares most of its tokens: it takes that state, or a copy of the shared
-prefix. Evicted states are computed again when they are needed, to the same bits, unless the prompt cache on
-disk has them. Unsaved states are written there while the model is idle, a little between passes, or before
-they are dropped.
+prefix. Evicted states are computed again when they are needed, with the same bits, unless the prompt cache on
+disk has them. Unsaved states are written to this cache while the model is idle, for a small share of the time
+between passes, and before they are dropped.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PASSES_PER_WRITE = 20
 
 
 class StatePool:
-    """One model's states: those of sessions, by key, and prefixes of ended texts. Everything except `retired`
-    belongs to the owner thread.
+    """One model's states: those of sessions, by key, and prefixes of ended texts. Only the owner thread may
+    use it, except for `retired`.
 
-    When memory runs short, unused states lose their ends: prefixes first, least recently used first.
+    When memory runs short, unused states lose their last tokens: prefixes first, least recently used first.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class StatePool:
         chunk: int = 0,
     ) -> None:
         """Args:
-        layout: of blocks.
+        layout: the layout of blocks.
         plan: the model's plan, which limits the bytes of all states.
         claim: the model's claim on the process's memory.
         backend: allocates blocks.
         yield_to: called before a block is allocated, with the bytes of all blocks after it.
         store: the prompt cache on disk, or None.
         later: the layers of other machines, which have a part of every state, or None.
-        chunk: as from `shared_chunk`.
+        chunk: the result of `shared_chunk`.
         """
         self.layout = layout
         self.nbytes = 0
@@ -103,9 +103,9 @@ class StatePool:
     def begin(self, key: int | None, tokens: Sequence[int], keep: bool = False) -> Iterator[SequenceState]:
         """A context with the state of `key` for a text `tokens`, truncated to a prefix of it.
 
-        It has as many of the tokens as any state, except the last, which always runs. A `key` of None gives
-        an empty state that ends with the context. keep: it begins instead like one with a key, and becomes a
-        prefix for other texts.
+        The state holds as many of the tokens as any state has, except the last token, which always runs. A
+        `key` of None gives an empty state that ends with the context. With keep, the state begins like one
+        with a key instead, and afterwards becomes a prefix for other texts.
         """
         unnamed = next(self._unnamed) if keep and key is None else None
         key = key if unnamed is None else unnamed
@@ -123,8 +123,8 @@ class StatePool:
     def use(self, key: int | None, stored: bool = False) -> Iterator[SequenceState]:
         """A context with the state of `key`, which isn't dropped inside it.
 
-        A `key` of None gives a new state that ends with the context. stored: whether the prompt cache gets
-        the final state.
+        A `key` of None gives a new state that ends with the context. stored: whether the final state is
+        written to the prompt cache.
         """
         self._drop_retired()
         self._save_keyless()
@@ -143,7 +143,9 @@ class StatePool:
                 kv.truncate(0)
 
     def rewind(self, kv: SequenceState, tokens: Sequence[int]) -> None:
-        """Truncate kv to its common prefix with `tokens`, and save the rest to the prompt cache."""
+        """Truncate kv to the prefix that it shares with `tokens`, after saving the remaining tokens to the
+        prompt cache.
+        """
         common = common_prefix(kv.tokens, tokens)
         if common < kv.length:
             self._save(kv)
@@ -152,7 +154,7 @@ class StatePool:
     def restore(
         self, kv: SequenceState, tokens: Sequence[int], cancelled: IsCancelled | None
     ) -> Iterator[None]:
-        """Extend kv, a prefix of `tokens`, from the prompt cache, piece by piece."""
+        """Extend kv, which holds a prefix of `tokens`, from the prompt cache, piece by piece."""
         return iter(()) if self.store is None else self.store.restore(kv, tokens, cancelled)
 
     def save_next(self) -> bool:
@@ -164,8 +166,9 @@ class StatePool:
         return False
 
     def save_between_passes(self) -> None:
-        """`save_next` between passes, for a small share of the time, so that a server that is never idle has
-        few unsaved pieces when memory runs short.
+        """Do `save_next` for a small share of the time between passes.
+
+        So a server that is never idle has few unsaved pieces when memory runs short.
         """
         begun = time.monotonic()
         if self._unsaved and begun >= self._write_after:
@@ -174,7 +177,7 @@ class StatePool:
             self._write_after = ended + PASSES_PER_WRITE * (ended - begun)
 
     def state_of(self, key: int) -> SequenceState:
-        """The state of a key, a new one if it is missing."""
+        """The state of a key. A new one is made if the key has none."""
         kv = self.of_sessions.get(key)
         if kv is None:
             kv = self.of_sessions[key] = self.new_state()
@@ -182,7 +185,7 @@ class StatePool:
         return kv
 
     def fork(self, source: int, target: int) -> None:
-        """Give `target` a copy of the state of `source`, if there is room for two."""
+        """Give `target` a copy of the state of `source`, if there is room for both."""
         with self.use(source) as kv:
             copy = self._copied(kv)
             if copy is None:
@@ -191,9 +194,10 @@ class StatePool:
                 self.of_sessions[target] = copy
 
     def keep_to(self, plan: Plan) -> None:
-        """Keep to another plan, and drop states that don't fit: unused ones, then the latest in use.
+        """Keep to a new plan, and drop states that don't fit: first unused ones, then those in use, newest
+        first.
 
-        The oldest in use stays.
+        The oldest state in use always stays.
         """
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
@@ -230,8 +234,9 @@ class StatePool:
         self._forget_empty()
 
     def _take_prefix(self, key: int, tokens: Sequence[int]) -> None:
-        """Give `key` the state that shares most of `tokens`, or a copy of the prefix, if that is more than
-        the present state shares.
+        """Give `key` the state that shares most of `tokens`, or a copy of the shared prefix.
+
+        Does nothing if the present state of `key` shares as many.
         """
         self._drop_retired()
         present, wanted = self.of_sessions.get(key), tokens[:-1]
@@ -252,15 +257,16 @@ class StatePool:
                 break
 
     def _shared(self, kv: SequenceState, tokens: Sequence[int]) -> int:
-        """Number of `tokens` that another text can take from a state."""
+        """The number of `tokens` that another text could take from a state."""
         count = common_prefix(kv.tokens, tokens, min(kv.verified, len(tokens)))
         if self._chunk and count < kv.verified:
             count = min(count, kv.chunked) // self._chunk * self._chunk
         return kv.nearest(count)
 
     def _taken(self, kv: SequenceState, count: int, n_tokens: int) -> SequenceState | None:
-        """A state with the first `count` tokens of kv, for a text of n_tokens: kv itself, or a copy if kv is
-        in use or worth it. None: there is no room.
+        """A state with the first `count` tokens of kv, for a text of n_tokens.
+
+        It is kv itself, or a copy if kv is in use or worth keeping. None if there is no room.
         """
         in_use = self._is_used(kv)
         if in_use or self._is_worth_a_copy(kv, count, n_tokens):
@@ -276,7 +282,9 @@ class StatePool:
         return kv
 
     def _is_worth_a_copy(self, kv: SequenceState, count: int, n_tokens: int) -> bool:
-        """Whether a copy costs other states less than kv would lose by being truncated."""
+        """Whether a copy of kv's first `count` tokens costs other states less than kv would lose by being
+        truncated.
+        """
         lost = kv.length - count
         needed = self.nbytes + self.layout.nbytes(n_tokens + 1)
         short = max(0, needed - self._plan.kv_limit_bytes)
@@ -286,7 +294,7 @@ class StatePool:
         return lost * LOST_SHARE >= count and short * kv.length <= kv.nbytes * lost
 
     def _copied(self, kv: SequenceState, n_tokens: int | None = None) -> SequenceState | None:
-        """A copy of a state's first n_tokens, by default of all; None if there is no room."""
+        """A copy of a state's first n_tokens, or of all its tokens; None if there is no room."""
         self._in_use.append(kv)
         try:
             copy = kv.fork(n_tokens)
@@ -305,8 +313,10 @@ class StatePool:
             self._limit_prefixes()
 
     def _limit_prefixes(self) -> None:
-        """Keep at most MAX_PREFIXES prefixes, and within one full context's memory if weights come from
-        flash, as the plan gives the remaining memory to neurons.
+        """Keep at most MAX_PREFIXES prefixes.
+
+        If weights come from flash, prefixes may take at most the memory of one full context, since the plan
+        gives the remaining memory to neurons.
         """
         for kv in self.prefixes[:-MAX_PREFIXES]:
             if not self._is_used(kv):
@@ -337,12 +347,16 @@ class StatePool:
             self.retired.put(each)
 
     def _fits(self, limit_bytes: int, added: int = 0) -> bool:
-        """Whether all states and `added` bytes fit limit_bytes, and the other machines."""
+        """Whether all states and `added` more bytes fit into limit_bytes, and into the other machines'
+        memory.
+        """
         short = self._later is not None and self._later.short_of_room(self.layout, added)
         return self.nbytes + added <= limit_bytes and not short
 
     def _drop_idle(self, limit_bytes: int, added: int = 0) -> None:
-        """Shorten unused states, prefixes first, until all states and `added` bytes fit."""
+        """Shorten unused states, prefixes first, until all states and `added` more bytes fit into
+        limit_bytes.
+        """
         self._drop_retired()
         if self._fits(limit_bytes, added):
             return
@@ -355,14 +369,18 @@ class StatePool:
         self._forget_empty()
 
     def _forget_past(self, limit_bytes: int, added: int = 0, marks: bool = True) -> None:
-        """Release what states in use keep and don't need to go on, until the rest and `added` bytes fit."""
+        """Release what states in use don't need in order to go on, until all states and `added` more bytes
+        fit into limit_bytes.
+        """
         for kv in reversed(self._in_use):
             while not self._fits(limit_bytes, added) and kv.forget_past(marks):
                 pass
 
     def _shorten(self, kv: SequenceState, nbytes: int) -> None:
-        """Forget the past of windowed layers; or save a state, and cut `nbytes` and at least a quarter, as
-        arrays may move to shrink.
+        """Make a state smaller: release blocks of windowed layers that it doesn't need, or else save it and
+        cut off its end.
+
+        Cuts off `nbytes`, but at least a quarter of the state, because arrays may move when they shrink.
         """
         if kv.forget_past():
             return
@@ -385,7 +403,7 @@ class StatePool:
             self._saved(kv)
 
     def _save_up_to(self, kv: SequenceState, stop: int) -> None:
-        """Write what the prompt cache lacks of a state's first `stop` tokens."""
+        """Write those of a state's first `stop` tokens to the prompt cache that aren't stored there yet."""
         while self.store is not None and kv.saved < stop and self._write_next(kv):
             pass
 
@@ -396,19 +414,19 @@ class StatePool:
                 self._save(kv)
 
     def _write_next(self, kv: SequenceState) -> bool:
-        """Write one file of a state. Returns False if there is nothing to write."""
+        """Write one file of a state to the prompt cache. Returns False if there is nothing to write."""
         assert self.store is not None
         before, kv.saved = kv.saved, self.store.write_next(kv, kv.saved)
         return kv.saved > before
 
     def _saved(self, kv: SequenceState) -> None:
-        """Note that a state is saved. Without a key it ends here."""
+        """Record that a state is saved. If it has no key, it is dropped."""
         self._unsaved = [it for it in self._unsaved if it is not kv]
         if not self._is_held(kv):
             kv.truncate(0)
 
     def _all(self) -> list[SequenceState]:
-        """All states that later texts may begin with, in the order of eviction."""
+        """All states that later texts may begin with, in the order in which they are evicted."""
         return [*self.prefixes, *self.of_sessions.values()]
 
     def _is_held(self, kv: SequenceState) -> bool:
@@ -418,11 +436,13 @@ class StatePool:
         return any(it is kv for it in self._in_use)
 
     def _no_longer_used(self, kv: SequenceState) -> None:
-        """End the latest use of kv, so that an older text that still uses it keeps its place."""
+        """End the newest use of kv. If an older text still uses it, kv keeps the older place in the order of
+        eviction.
+        """
         del self._in_use[max(at for at, it in enumerate(self._in_use) if it is kv)]
 
     def _allocate(self, nbytes: int) -> Block:
-        """Memory for a block or states; weights yield first."""
+        """New memory for a block or for states. Weights give up memory first."""
         plan = self._plan
         self._drop_idle(plan.kv_limit_bytes, nbytes)
         short = "" if self._later is None else self._later.short_of_room(self.layout, nbytes)
@@ -448,7 +468,7 @@ class StatePool:
         return block
 
     def _is_idle(self, nbytes: int) -> bool:
-        """Whether there are `nbytes` that no other state has, and no weights could be in."""
+        """Whether `nbytes` are free that no other state uses and that weights couldn't use."""
         plan, held = self._plan, self.nbytes + nbytes
         return not plan.offloads_weights and held <= plan.kv_limit_bytes and self._claimed(held)
 

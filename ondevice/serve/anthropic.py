@@ -1,4 +1,6 @@
-"""`/v1/messages`: Anthropic's API, at once or as server-sent events, and the count of a prompt's tokens."""
+"""Anthropic's API, `/v1/messages`: replies at once or as server-sent events, and counts of a
+prompt's tokens.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ class _MessagesRequest:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings of the request; a template may have more."""
+        """The request's stop strings. A chat template may add more."""
         return tuple(self.generation.options.get("stop", ()))
 
 
@@ -144,7 +146,7 @@ def _take_prompt(service: Service, fields: Fields) -> tuple[ModelFacts, tuple[Me
 
 
 def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, Constraint | None]:
-    """Tools and how much to think, and the answer's constraint."""
+    """The tools and how much to think, and the constraint of the answer."""
     tools, (choice, parallel) = take_tools(fields, anthropic_tool), _take_choice(fields)
     think, (effort, constraint) = _take_think(fields), _take_output(fields, model)
     think = effort if think is not False and effort is not None else think
@@ -152,7 +154,7 @@ def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, C
 
 
 def _take_choice(fields: Fields) -> tuple[Choice, bool]:
-    """The choice of tools, and whether the model may call several at once."""
+    """Which tools may or must be called, and whether the model may call several at once."""
     given = fields.object("tool_choice")
     if given is None:
         return AUTO, True
@@ -180,8 +182,9 @@ def _take_think(fields: Fields) -> Think:
 
 
 def _take_output(fields: Fields, model: ModelFacts) -> tuple[Think, Constraint | None]:
-    """How much to think by `output_config.effort`, and the constraint of `output_config.format` or of the
-    older field `output_format`."""
+    """How much to think, from `output_config.effort`, and the constraint in `output_config.format`, or in the
+    older `output_format`.
+    """
     older = take_text_format(fields, "output_format")
     config = fields.object("output_config")
     if config is None:
@@ -228,7 +231,7 @@ def _call_block(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _end(last: Event, wanted: _MessagesRequest, calls: bool) -> dict[str, Any]:
-    """Why the reply ended, its usage, and an empty list of edits if the request asks for edits."""
+    """Why the reply ended and its usage. Also an empty list of edits, if the request asks for edits."""
     stats = last.stats
     assert stats is not None
     reason = "max_tokens" if last.finish_reason == "length" else "tool_use" if calls else "end_turn"
@@ -242,7 +245,7 @@ def _end(last: Event, wanted: _MessagesRequest, calls: bool) -> dict[str, Any]:
 
 
 def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
-    """Tokens of a generation: of the prompt, computed and reused ones, and generated ones."""
+    """The numbers of tokens of a generation: those of the prompt, computed or reused, and generated ones."""
     return {
         "input_tokens": prompt.tokens - prompt.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -252,7 +255,7 @@ def _usage(prompt: PromptUse, written: int) -> dict[str, int]:
 
 
 def _prompt(first: Event) -> PromptUse:
-    """The prompt's use, from a generation's first event."""
+    """How many of the prompt's tokens were computed and reused, from a generation's first event."""
     if first.prompt is not None:
         return first.prompt
     assert first.stats is not None
@@ -260,20 +263,20 @@ def _prompt(first: Event) -> PromptUse:
 
 
 class _Opening:
-    """The first event of a stream, sent once: with the first token, or with an earlier ping."""
+    """The first event of a stream, which is sent once: with the first token, or earlier with a ping."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = head
         self.is_told = False
 
     def tell(self, prompt: PromptUse) -> bytes:
-        """The event. prompt: as far as known."""
+        """The bytes of the event. prompt: the counts of the prompt's tokens, as far as known."""
         self.is_told = True
         message = self._head | {"usage": _usage(prompt, 0)}
         return sse({"type": "message_start", "message": message}, "message_start")
 
     def ping(self, reading: PromptReading) -> bytes:
-        """The events that the stream sends while there is no news."""
+        """The events that the stream sends while there is nothing else to send."""
         reused = 0 if reading.progress is None else reading.progress.reused_tokens
         start = b"" if self.is_told else self.tell(PromptUse(reading.prompt_tokens, reused))
         return start + comment(reading) + sse({"type": "ping"}, "ping")

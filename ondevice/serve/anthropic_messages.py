@@ -1,4 +1,4 @@
-"""The conversation of a request of Anthropic's: instructions, turns of blocks, calls and results."""
+"""The conversation in a request to Anthropic's API: instructions, turns made of blocks, calls and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
-    """The messages of `system` and `messages`, in order. Raises RequestError without a user's message."""
+    """The messages in `system` and `messages`, in order. Raises RequestError if there is no user message."""
     system = take_text(fields, "system", empty=True, unread=BILLING_HEADER)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for each in fields.objects("messages"):
@@ -32,7 +32,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _add(messages: list[dict[str, Any]], fields: Fields) -> None:
-    """Add a turn's messages: results of tools, then its text. Consecutive turns of one role are joined."""
+    """Append a turn's messages: results of tools, then its text. Consecutive turns of one role are joined."""
     role = fields.required_text("role")
     if role not in ROLES:
         fields.refuse("role", f"is {role[:40]!r}; it must be {', '.join(ROLES)}")
@@ -59,7 +59,7 @@ def _add(messages: list[dict[str, Any]], fields: Fields) -> None:
 
 
 def _thought(fields: Fields) -> str:
-    """The thinking in a turn's blocks."""
+    """The thinking in the blocks of a turn."""
     value = fields.peek("content")
     blocks = [it for it in value if isinstance(it, dict)] if isinstance(value, list) else []
     texts = [it.get("thinking") for it in blocks if it.get("type") == "thinking"]
@@ -67,7 +67,7 @@ def _thought(fields: Fields) -> str:
 
 
 def _take_tool_blocks(fields: Fields, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of an assistant's turn, and the results of a user's turn as messages."""
+    """The calls in an assistant's turn, and the results in a user's turn as messages."""
     value = fields.peek("content")
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []

@@ -61,7 +61,7 @@ def make_service(
     load: Load,
     first: Model | None = None,
 ) -> Service:
-    """The service of a server.
+    """The service that a server's routes share.
 
     Args:
         config: the server's options.
@@ -75,7 +75,7 @@ def make_service(
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The server as an ASGI application. Raises UsageError for a file of `config.warm` without a request."""
+    """The server as an ASGI application. Raises UsageError if a file in `config.warm` contains no request."""
     warmed = [read_warm(file) for file in service.config.warm]
 
     @asynccontextmanager

@@ -81,7 +81,9 @@ class ServeConfig:
             raise UsageError("--ssl-keyfile has no meaning without --ssl-certfile")
 
     def aliases(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """The aliases as pairs of a pattern and a model's name. Raises UsageError for one of no model."""
+        """The aliases as pairs of a pattern and a model's name. Raises UsageError for an alias that names no
+        model.
+        """
         pairs = []
         for each in self.alias:
             # Models' names may have the sign too; patterns hardly.

@@ -1,8 +1,8 @@
 """The text of messages and of tools' results that come in parts of many kinds.
 
-Models here run on text alone. A picture, a sound or a file is refused in a person's message, as an answer
-without it would be wrong. In a tool's result, which every later request repeats, a line says that it isn't
-shown.
+Models here run on text alone. A picture, a sound or a file is refused in a person's message, because an
+answer without it would be wrong. In a tool's result, which every later request repeats, it is replaced by a
+line that says it isn't shown.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _part_text(part: Fields, name: str, written: bool) -> str:
 
 
 def _text_document(part: Fields, kind: str) -> str:
-    """The text of a document that is plain text; empty of any other."""
+    """The text of a document that is plain text; empty for other documents."""
     source = part.peek("source")
     if kind != "document" or not isinstance(source, dict) or source.get("type") not in ("text", "content"):
         return ""
@@ -101,13 +101,13 @@ def _titled(title: Any, text: str) -> str:
 
 
 def _joined(blocks: Any) -> str:
-    """The joined text of the objects with a `text` in a list; empty for any other value."""
+    """The texts of all objects in a list that have a `text`, joined; empty for any other value."""
     texts = [it.get("text") for it in blocks if isinstance(it, dict)] if isinstance(blocks, list) else []
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def told_text(fields: Fields, name: str) -> str:
-    """The text of a tool's result, whatever it holds: a string, parts, other JSON, or nothing."""
+    """The text of a tool's result in any form: a string, parts, other JSON, or nothing."""
     value = fields.take(name)
     if value is None or isinstance(value, str):
         return value or ""

@@ -1,4 +1,6 @@
-"""Embeddings, which this server's chat models don't have: an error in each dialect's form."""
+"""Answers requests for embeddings, which this server's chat models don't have, with an error in
+each dialect.
+"""
 
 from __future__ import annotations
 

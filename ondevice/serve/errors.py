@@ -54,7 +54,7 @@ _STATUS = (
 
 
 class RequestError(Exception):
-    """An error that answers a request. field: the request's field that is at fault, if there is one."""
+    """An error that becomes the answer to a request. field: the request's field at fault, if there is one."""
 
     def __init__(
         self, status: int, message: str, *, field: str | None = None, code: str | None = None
@@ -68,12 +68,12 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer in addition to its type."""
+        """Additional headers of the answer."""
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
     @staticmethod
     def of(error: OndeviceError) -> RequestError:
-        """The answer to an error of the engine."""
+        """The error that answers a request when the engine raises `error`."""
         for kind, status, code in _STATUS:
             if isinstance(error, kind):
                 answer = RequestError(status, error.for_command_line, code=code)
@@ -84,7 +84,9 @@ class RequestError(Exception):
 
 
 def message(path: str, error: RequestError) -> str:
-    """An error's message in the dialect of `path`. Agents know by its words that a prompt is too long."""
+    """An error's message in the dialect of `path`. Agents recognise by its words that a prompt is
+    too long.
+    """
     if error.overflow is None:
         return str(error)
     tokens, limit = error.overflow

@@ -1,7 +1,7 @@
 """Runs one generation for a request, and gives its events at the client's pace.
 
-The model never waits for a client: events are kept until they are read, and `max_tokens` and the context
-bound them.
+The model never waits for a client: events are kept until they are read. `max_tokens` and the context limit
+their number.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ async def read_object(service: Service, request: Request) -> Fields:
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer has."""
+    """A new id that no other answer has."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
 class Generation:
-    """The events of one generation, taken one by one. Taking raises RequestError if it failed."""
+    """The events of one generation, taken one by one. Taking an event raises RequestError if the generation
+    failed.
+    """
 
     def __init__(self, reading: PromptReading | None = None) -> None:
         self.reading = reading
@@ -91,12 +93,12 @@ class Generation:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, from the first event on."""
+        """The model's tokenizer, available from the first event on."""
         assert self._tokenizer is not None
         return self._tokenizer
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """Begin, with the loaded model's tokenizer."""
+        """Begin the generation, with the loaded model's tokenizer."""
         self._tokenizer = tokenizer
 
     def add(self, event: Event | RequestError) -> None:
@@ -168,7 +170,7 @@ async def _generate(service: Service, request: GenerationRequest, running: Gener
 
 
 def _refusal(error: OndeviceError, request: GenerationRequest) -> RequestError:
-    """The answer to an error of a generation, with the request's field that is at fault."""
+    """The answer to an error of a generation, with the request's field at fault."""
     answer = RequestError.of(error)
     if isinstance(error, InfillNotSupportedError):
         answer.field = "suffix"
@@ -182,12 +184,12 @@ def _refusal(error: OndeviceError, request: GenerationRequest) -> RequestError:
 
 
 def reading_of(service: Service, request: GenerationRequest) -> PromptReading:
-    """The progress of reading a request's prompts. request: its first generation."""
+    """Tracks how much of a request's prompts has been read. request: its first generation."""
     return PromptReading(partial(_waiting_tokens, service, request))
 
 
 async def _waiting_tokens(service: Service, request: GenerationRequest) -> int:
-    """The number of a waiting prompt's tokens; 0 if its model isn't loaded.
+    """The number of tokens of a waiting prompt; 0 if its model isn't loaded.
 
     Raises RequestError for a prompt that will be refused.
     """
@@ -208,13 +210,13 @@ async def _waiting_tokens(service: Service, request: GenerationRequest) -> int:
 async def _counted(
     error: ContextOverflowError, model: Model, request: GenerationRequest
 ) -> ContextOverflowError:
-    """The error with the number of all tokens of the prompt, by which agents shorten it."""
+    """The error with the number of all the prompt's tokens, which agents use to shorten it."""
     count = await asyncio.to_thread(_all_tokens, model, request)
     return ContextOverflowError(error.for_command_line, count, error.limit)
 
 
 def _all_tokens(model: Model, request: GenerationRequest) -> int:
-    """Number of tokens of a prompt of any length, with its suffix."""
+    """The number of tokens of a prompt of any length, including its suffix."""
     if request.messages is not None:
         return conversation_tokens(model, request.messages, _prompting(model, request))
     if isinstance(request.prompt, str) and request.suffix is not None:
@@ -225,7 +227,9 @@ def _all_tokens(model: Model, request: GenerationRequest) -> int:
 
 
 def _prompt_ids(model: Model, request: GenerationRequest) -> Sequence[int]:
-    """Token ids of a prompt. One that is longer than the context may be cut, but stays longer."""
+    """The token ids of a prompt. A prompt longer than the context may be cut, but stays longer than the
+    context.
+    """
     if request.messages is not None:
         template, most = model.chat_template, model.plan.max_context
         return template.encode(
@@ -237,14 +241,14 @@ def _prompt_ids(model: Model, request: GenerationRequest) -> Sequence[int]:
 
 
 def _prompting(model: Model, request: GenerationRequest) -> PromptOptions:
-    """Tools, and whether to think, unless the model's template always thinks."""
+    """The tools, and whether to think; the latter is dropped if the model's template always thinks."""
     if request.prompting.think is False and model.chat_template.always_thinks:
         return replace(request.prompting, think=None)
     return request.prompting
 
 
 def _settled(event: Event, kept: deque[Event]) -> Iterator[Event]:
-    """The log-probabilities of tokens that no stop string can cut off any more, and then an event.
+    """Yields log-probabilities of tokens that no stop string can cut off any more, and then the event.
 
     kept: log-probabilities of tokens that may still be cut off.
     """
@@ -298,7 +302,7 @@ async def _events(
 async def _continued(
     model: Model, request: GenerationRequest, sampling: SamplingConfig, running: Generation
 ) -> AsyncGenerator[Event, None]:
-    """The events of a continuation of a text, or of the text in a gap."""
+    """The events of a continued text, or of the text that fills a gap."""
     # Encoding a long text would block the event loop.
     running.prompt = list(await asyncio.to_thread(_prompt_ids, model, request))
     if request.suffix is not None:
@@ -327,10 +331,10 @@ def conversation_tokens(model: Model, messages: Sequence[Message], prompting: Pr
 
 
 def recommended(generation: Any, sampling: SamplingConfig, chosen: dict[str, Any]) -> SamplingConfig:
-    """`sampling` with the authors' recommendations for the fields that aren't in `chosen`."""
+    """`sampling` with what the model's authors recommend for the fields that aren't in `chosen`."""
     return with_model_defaults(sampling, generation, set(chosen))[0]
 
 
 def json_answer(value: Any) -> Response:
-    """An answer of one JSON value."""
+    """An answer that consists of one JSON value."""
     return Response(json_bytes(value), media_type="application/json")

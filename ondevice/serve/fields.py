@@ -28,7 +28,7 @@ SHOWN_CHARS = 100
 class Ignored:
     """Names of a request's ignored fields, each once.
 
-    strict: whether they are errors instead. tell: takes the names once the request has been read.
+    strict: whether ignored fields are errors instead. tell: takes the names once the request has been read.
     """
 
     def __init__(self, strict: bool = False, tell: Callable[[Sequence[str]], None] | None = None) -> None:
@@ -42,9 +42,9 @@ class Ignored:
         return list(self._names)
 
     def add(self, full: str, name: str, why: str) -> None:
-        """Ignore the field `full`. Raises RequestError if the server is strict.
+        """Record that the field `full` is ignored. Raises RequestError if the server is strict.
 
-        name: its name in the log. why: the error's words after the field.
+        name: the field's name in the log. why: the words after the field's name in the error.
         """
         if self._strict:
             shown = full[:SHOWN_CHARS]
@@ -53,13 +53,13 @@ class Ignored:
             self._names[name[:SHOWN_CHARS]] = None
 
     def tell(self) -> None:
-        """Pass the names on, if there are any."""
+        """Pass the recorded names on, if there are any."""
         if self._names and self._tell is not None:
             self._tell(self.names)
 
 
 def parse_object(data: bytes, ignored: Ignored | None = None) -> Fields:
-    """The JSON object in a body. Raises RequestError for anything else, or one too large or deep.
+    """The JSON object in a body. Raises RequestError if it is anything else, too large or too deeply nested.
 
     ignored: collects ignored fields.
     """
@@ -74,7 +74,9 @@ def parse_object(data: bytes, ignored: Ignored | None = None) -> Fields:
 
 
 def _check_shape(data: bytes) -> None:
-    """Bound the number of values and their depth, by the brackets and commas outside strings."""
+    """Check the number of values and their depth, by counting brackets and commas outside strings. Raises
+    RequestError.
+    """
     bare = _STRING.sub(b"", data)
     values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
     if values > MAX_VALUES:
@@ -93,7 +95,7 @@ def _refuse_constant(name: str) -> NoReturn:
 class Fields:
     """The fields of one JSON object. Each is taken once; `close` ignores those that are left.
 
-    A field of null counts as absent, as clients send null for what isn't set.
+    A field that is null counts as absent, because clients send null for fields that aren't set.
     """
 
     def __init__(self, value: Any, path: str = "", ignored: Ignored | None = None) -> None:
@@ -104,19 +106,21 @@ class Fields:
         self._left: dict[str, Any] = dict(value)
 
     def inner(self, value: Any, name: str) -> Fields:
-        """The fields of an object inside this one. name: its name here, such as `content[2]`."""
+        """The fields of an object inside this one. name: the object's name in this one, such as
+        `content[2]`.
+        """
         return Fields(value, self.full(name), self.ignored)
 
     def names(self) -> list[str]:
-        """Names of the fields that are left."""
+        """The names of the fields that haven't been taken."""
         return list(self._left)
 
     def take(self, name: str) -> Any:
-        """A field's value of any type, or None."""
+        """Take a field's value of any type; None if it is absent."""
         return self._left.pop(name, None)
 
     def peek(self, name: str) -> Any:
-        """Like `take`, but the field is left."""
+        """A field's value of any type, without taking the field; None if it is absent."""
         return self._left.get(name)
 
     def text(self, name: str, default: str | None = None) -> str | None:
@@ -134,7 +138,9 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, least: int, most: int, also: str = "") -> int | None:
-        """An integer in a range. also: other values that the caller takes, for the message."""
+        """Take an integer within a range. also: other values that the caller accepts, for the
+        error message.
+        """
         value = self.take(name)
         # 5.0 is an integer in JSON.
         if isinstance(value, float) and value.is_integer():
@@ -156,7 +162,7 @@ class Fields:
         return None if value is None else float(value)
 
     def strings(self, name: str, most: int, most_chars: int) -> tuple[str, ...] | None:
-        """A string, or a list of at most `most`, none empty."""
+        """Take a string, or a list of at most `most` strings. None of them may be empty."""
         value = self.take(name)
         texts = [value] if isinstance(value, str) else value
         wanted = f"a string or a list of at most {most}, each of 1 to {most_chars} characters"
@@ -173,7 +179,7 @@ class Fields:
         return None if value is None else self.inner(value, name)
 
     def objects(self, name: str) -> Iterator[Fields]:
-        """The objects of a required list."""
+        """Take the objects of a list, which must be there."""
         value = self.take(name)
         if not isinstance(value, list):
             self._refuse(self.full(name), value, "a list of objects")
@@ -193,23 +199,24 @@ class Fields:
             )
 
     def ignore(self, *names: str) -> None:
-        """Drop fields that change nothing here."""
+        """Drop fields that make no difference to this server."""
         for name in names:
             self._left.pop(name, None)
 
     def leave_out(
         self, name: str, what: str = "", why: str = "is not a field that this server knows"
     ) -> None:
-        """Ignore a field, and have it logged as `what`, by default its path.
+        """Ignore a field. It is logged as `what`, by default its path.
 
-        Raises RequestError if the server is strict. why: its words after the field's path.
+        Raises RequestError if the server is strict. why: the words after the field's path in the error.
         """
         full = self.full(name)
         self.ignored.add(full, what or _INDEX.sub("[]", full), why)
         self._left.pop(name, None)
 
     def close(self) -> None:
-        """Ignore the fields that are left; for a request's body, pass on the names of ignored fields.
+        """Ignore the fields that haven't been taken. For a request's body, also pass on the names of all
+        ignored fields.
 
         Raises RequestError if fields are left and the server is strict.
         """
@@ -224,7 +231,7 @@ class Fields:
         return f"{self.path}.{name}" if self.path else name
 
     def refuse(self, name: str, message: str) -> NoReturn:
-        """Raises RequestError about a field."""
+        """Raise RequestError about a field."""
         full = self.full(name)
         raise RequestError(400, f"{full} {message}", field=full)
 
@@ -241,7 +248,7 @@ class Fields:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: lists and objects by their type, the rest cut short."""
+    """A value in the words of an error message: lists and objects by their type, others cut short."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

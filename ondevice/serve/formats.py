@@ -1,4 +1,4 @@
-"""The fields of each dialect that ask for an answer in JSON."""
+"""Reads the fields of each dialect that ask for an answer in JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ondevice.serve.fields import Fields
 
 
 def take_response_format(fields: Fields) -> Constraint | None:
-    """The constraint of `response_format`, whose schema is in an inner object or, from llama.cpp's clients,
-    next to the type; or of `json_schema`, or vLLM's `guided_json`, next to the messages.
+    """The constraint of `response_format`, or of `json_schema` or vLLM's `guided_json` next to the messages.
+
+    The schema is in an inner object or, from llama.cpp's clients, next to the type.
     """
     given = fields.object("response_format")
     constraint = None
@@ -36,7 +37,9 @@ def take_schema(fields: Fields, name: str) -> Constraint | None:
 
 
 def take_text_format(fields: Fields, name: str) -> Constraint | None:
-    """The constraint of a format whose schema is next to its type: of Responses and Anthropic's messages."""
+    """The constraint of a format whose schema is next to its type, as in OpenAI's Responses and Anthropic's
+    messages.
+    """
     given = fields.object(name)
     if given is None:
         return None
@@ -46,7 +49,7 @@ def take_text_format(fields: Fields, name: str) -> Constraint | None:
 
 
 def take_ollama_format(fields: Fields) -> Constraint | None:
-    """Ollama's `format`: `json`, or a schema."""
+    """The constraint of Ollama's `format`, which is `json` or a schema."""
     value = fields.take("format")
     if value is None or value == "":
         return None
@@ -58,7 +61,7 @@ def take_ollama_format(fields: Fields) -> Constraint | None:
 
 
 def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
-    """The constraint of the type that `given` names. inner: the fields with the schema."""
+    """The constraint of the type in `given`. inner: the fields that have the schema."""
     kind = given.required_text("type")
     if kind == "text":
         return None
@@ -76,7 +79,7 @@ def _take_kind(given: Fields, inner: Fields | None) -> Constraint | None:
 
 
 def schema_constraint(fields: Fields, name: str, value: Any) -> Constraint:
-    """The constraint of a field's JSON schema. Raises RequestError for anything else."""
+    """The constraint for a field's JSON schema. Raises RequestError if it isn't one."""
     if not isinstance(value, dict | bool):
         fields.refuse(name, "must be a JSON schema: an object, true or false")
     try:

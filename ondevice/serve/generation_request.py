@@ -1,4 +1,4 @@
-"""The generation that a request asks for, and the fields that most dialects have."""
+"""The generation that a request asks for, and readers for the fields that most dialects have."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ MIN_TOP_P = 1e-6
 class GenerationRequest:
     """A generation that a request asks for: a reply to `messages`, or a continuation of `prompt`.
 
-    prompting: tools, and whether to think, for replies.
-    suffix: the text after a gap; the text between `prompt` and it is generated.
-    scores: number of likeliest tokens in the scores of the prompt's tokens; None: no scores.
-    options: fields of SamplingConfig that the request sets. Without `max_tokens` only the context is the
-    limit. Replies get the other fields as the model's authors recommend.
-    messages_field, constraint_field: the request's fields of the messages and the constraint, for errors.
-    cache_prompt: whether the prompt's state is reused from earlier texts, and left for later ones.
-    follows: whether the HTTP request has been admitted already, for another generation.
-    least_context: tokens of context that the request asks for; 0: it doesn't say.
+    prompting: tools, and whether to think, for replies. suffix: the text after a gap; the text between
+    `prompt` and it is generated. scores: number of likeliest tokens in the scores of the prompt's tokens;
+    None: no scores. options: fields of SamplingConfig that the request sets. Without `max_tokens` only the
+    context limits the text. In replies, fields that aren't set get the values that the model's authors
+    recommend. messages_field, constraint_field: the request's fields of the messages and the constraint, for
+    errors. cache_prompt: whether the prompt's state is reused from earlier texts, and left for later ones.
+    follows: whether the HTTP request has been admitted already, for another generation. least_context: tokens
+    of context that the request asks for; 0: it doesn't say.
     """
 
     model: ModelFacts
@@ -48,7 +47,7 @@ class GenerationRequest:
     least_context: int = 0
 
     def again(self, index: int) -> GenerationRequest:
-        """The generation of choice `index`: its seed, if there is one, is higher by `index`."""
+        """The same generation for choice `index`. If there is a seed, it is higher by `index`."""
         if index == 0:
             return self
         seed = self.options.get("seed")
@@ -57,7 +56,7 @@ class GenerationRequest:
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that aren't None."""
+    """The options without those that are None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -69,35 +68,35 @@ def take_limit(fields: Fields, name: str, least: int = 1) -> int | None:
 
 
 def take_top_k(fields: Fields) -> int | None:
-    """How many of the likeliest tokens count. 0 and -1 are all of them."""
+    """How many of the likeliest tokens count; 0 and -1 stand for all."""
     value = fields.integer("top_k", -1, MAX_TOKENS)
     return None if value is None else max(value, 0)
 
 
 def take_penalties(fields: Fields) -> dict[str, float | None]:
-    """The penalties of generated tokens, by their number and by their presence."""
+    """The penalties of generated tokens: for how often they occur, and for whether they occur."""
     names = ("frequency_penalty", "presence_penalty")
     return {name: fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in names}
 
 
 def take_repeat_last_n(fields: Fields) -> int | None:
-    """How many of the newest tokens penalties look at. -1 is all of them, 0 none."""
+    """How many of the newest tokens penalties look at; -1 stands for all, 0 for none."""
     return fields.integer("repeat_last_n", -1, MAX_TOKENS)
 
 
 def take_temperature(fields: Fields, most: float) -> float | None:
-    """The temperature; 0 for values too low to differ from it."""
+    """The temperature. Values that are too low to differ from 0 become 0."""
     value = fields.number("temperature", 0.0, most)
     return 0.0 if value is not None and value < 1e-6 else value
 
 
 def take_top_p(fields: Fields) -> float | None:
-    """`top_p`. 0 keeps the likeliest token, as on other servers."""
+    """The value of `top_p`. With 0 only the likeliest token is kept, as on other servers."""
     value = fields.number("top_p", 0.0, 1.0)
     return None if value is None else max(value, MIN_TOP_P)
 
 
 def take_seed(fields: Fields) -> int | None:
-    """The seed. Negative ones count down from 2^64."""
+    """The seed. Negative values count down from 2^64."""
     value = fields.integer("seed", -(1 << 63), SEEDS - 1)
     return None if value is None else value % SEEDS

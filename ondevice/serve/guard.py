@@ -1,8 +1,8 @@
 """Checks every request first: host names and origins, the key, and limits on size and time.
 
 Browsers let a page of any site send requests to this machine, and a name under that site's control may lead
-here (DNS rebinding). So a request must call this server by one of its names, and a page's request must come
-from an allowed origin. The answer's work is cancelled as soon as the client goes.
+here (DNS rebinding). So a request must address this server by one of its names, and a page's request must
+come from an allowed origin. Work on an answer is cancelled as soon as the client disconnects.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _CORS = {
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8. Lone surrogates, which only an error's quotation can have, are escaped."""
+    """A value as JSON in UTF-8. Lone surrogates, which only a quotation in an error can contain,
+    are escaped.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
@@ -104,7 +106,8 @@ class Guard:
             self._note(scope, exchange)
 
     def _checked_origin(self, scope: Scope) -> str:
-        """The origin of a page of another site, if it is allowed; empty for other requests.
+        """The origin of a request that comes from a page of another site, if it is allowed; empty for other
+        requests.
 
         Raises RequestError for a host or an origin that isn't allowed.
         """
@@ -127,7 +130,7 @@ class Guard:
         return origin
 
     def _is_server_name(self, name: str) -> bool:
-        """Whether a host name is this server's, or an address, which can't be rebound."""
+        """Whether a host name is one of this server's, or an address, which can't be rebound."""
         if name in ("localhost", self._config.host.lower(), *map(str.lower, self._config.allow_host)):
             return True
         try:
@@ -137,7 +140,7 @@ class Guard:
         return True
 
     def _check_key(self, scope: Scope) -> None:
-        """Raises RequestError without the right key, if one is needed."""
+        """Check the key, if one is needed. Raises RequestError without the right one."""
         if not self._config.api_key or scope["path"] in self._open_paths:
             return
         kind, _, bearer = _header(scope, b"authorization").partition(" ")
@@ -146,7 +149,7 @@ class Guard:
             raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     async def _body(self, scope: Scope, receive: Receive, exchange: _Exchange) -> bytes:
-        """The body. Raises RequestError for one that is too large or too slow."""
+        """The body of a request. Raises RequestError if it is too large or arrives too slowly."""
         too_large = RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
         declared = _header(scope, b"content-length")
         if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
@@ -181,7 +184,9 @@ class Guard:
     async def _answered(
         self, scope: Scope, receive: Receive, exchange: _Exchange, parts: list[bytes]
     ) -> None:
-        """Run the application, and cancel it when the client goes. parts: the body, removed once read."""
+        """Run the application, and cancel it when the client disconnects. parts: the body, removed once it is
+        read.
+        """
 
         async def replayed() -> Message:
             if parts:
@@ -217,11 +222,11 @@ class Guard:
 
 
 class _ClientGone(Exception):  # noqa: N818
-    """The client has closed the connection."""
+    """Raised when the client has closed the connection."""
 
 
 class _Exchange:
-    """One request's answer while it is sent."""
+    """The answer to one request, while it is being sent."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = uuid.uuid4().hex[:16]
@@ -236,7 +241,7 @@ class _Exchange:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """Send a part. A client that doesn't read loses the connection."""
+        """Send a part of the answer. If the client doesn't read, the connection is closed."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             extra = {"x-request-id": self.id, "x-content-type-options": "nosniff"}
@@ -269,7 +274,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _check_head(scope: Scope) -> None:
-    """Raises RequestError if the path, the query and the headers are too large."""
+    """Check the sizes of the path, the query and the headers. Raises RequestError if they are too large."""
     nbytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     nbytes += sum(len(name) + len(value) for name, value in scope["headers"])
     if nbytes > MAX_HEADER_BYTES:

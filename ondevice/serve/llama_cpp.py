@@ -145,9 +145,9 @@ def _slot(loaded: ServedModel, index: int, busy: bool) -> dict[str, Any]:
 def settings(
     sampling: SamplingConfig, *, stream: bool, most_tokens: int = -1, seed: int | None = None
 ) -> dict[str, Any]:
-    """The options of a generation by this dialect's names.
+    """The options of a generation, under the names that this dialect gives them.
 
-    most_tokens: -1: as many as the context has room for. seed: the drawn one, if one was drawn.
+    most_tokens: -1 for as many as the context has room for. seed: the seed that was drawn, if one was.
     """
     return {
         "seed": RANDOM_SEED if seed is None else seed,

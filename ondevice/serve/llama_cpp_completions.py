@@ -146,7 +146,7 @@ async def _parts(
 
 
 def _empty_part(index: int, prompt_tokens: int) -> dict[str, Any]:
-    """The object that a stream sends before there is a token."""
+    """The object that a stream sends before the first token."""
     return {
         "index": index,
         "content": "",
@@ -178,7 +178,9 @@ def _result(
     wanted: _LlamaCppRequest,
     request: GenerationRequest,
 ) -> dict[str, Any]:
-    """The object that ends a reply. In a stream its `content` is empty, as the text has been sent."""
+    """The object that ends a reply. In a stream its `content` is empty, because the text has already been
+    sent.
+    """
     last, tokenizer = events[-1], running.tokenizer
     stats = last.stats
     assert stats is not None
@@ -212,7 +214,9 @@ def _result(
 
 
 def _told(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The values of `result` at these paths, such as `timings/prompt_n`, by path; without missing ones."""
+    """The values of `result` at these paths, such as `timings/prompt_n`, by path. Missing ones
+    are left out.
+    """
     told = {}
     for path in paths:
         value: Any = result
@@ -226,7 +230,7 @@ def _told(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 def _probabilities(
     events: Sequence[Event], tokenizer: Tokenizer, request: GenerationRequest
 ) -> dict[str, Any]:
-    """Log-probabilities of the events' tokens, if requested."""
+    """The log-probabilities of the events' tokens; empty if they aren't requested."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -246,7 +250,7 @@ def _probabilities(
 
 
 def _timings(stats: GenerationStats) -> dict[str, Any]:
-    """Times of one generation, in milliseconds, and its drafts."""
+    """The times of one generation, in milliseconds, and its counts of draft tokens."""
     computed = stats.prompt_tokens - stats.reused_tokens
     prompt_seconds, seconds = stats.time_to_first_token_seconds, stats.decode_seconds
     timings = {
@@ -305,8 +309,9 @@ def _take_most_tokens(fields: Fields) -> int:
 
 
 def _take_options(fields: Fields, loaded: ServedModel) -> dict[str, Any]:
-    """Options of SamplingConfig. Values that turn an option off in this dialect become those that do so
-    here."""
+    """The options of SamplingConfig. Values that switch an option off in this dialect are replaced by those
+    that do so here.
+    """
     temperature = fields.number("temperature", -100.0, 100.0)
     top_k = fields.integer("top_k", -MAX_TOKENS, MAX_TOKENS)
     seed = fields.integer("seed", -(1 << 63), SEEDS - 1)
@@ -329,7 +334,7 @@ def _take_options(fields: Fields, loaded: ServedModel) -> dict[str, Any]:
 
 
 def _take_stop(fields: Fields) -> tuple[str, ...] | None:
-    """The stop strings. Empty ones stop nothing."""
+    """The stop strings. Empty ones are dropped."""
     value = fields.take("stop")
     if isinstance(value, list):
         value = [text for text in value if text != ""]
@@ -337,7 +342,7 @@ def _take_stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _take_biases(fields: Fields, loaded: ServedModel) -> dict[int, float] | None:
-    """Biases by token id, from pairs or an object. A text's bias counts for all of its tokens."""
+    """The biases by token id, from pairs or an object. A text's bias applies to all of its tokens."""
     value, no_end = fields.take("logit_bias"), fields.boolean("ignore_eos")
     tokenizer = loaded.model.tokenizer
     biases: dict[int, float] = {}
@@ -365,7 +370,7 @@ def _take_biases(fields: Fields, loaded: ServedModel) -> dict[int, float] | None
 
 
 def _take_prompts(fields: Fields, loaded: ServedModel) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. A list that has a number is one prompt."""
+    """The token ids of each prompt. A list that contains a number is one prompt."""
     value = fields.take("prompt")
     several = isinstance(value, list) and not any(type(part) is int for part in value)
     prompts = value if several else [value]
@@ -375,8 +380,9 @@ def _take_prompts(fields: Fields, loaded: ServedModel) -> list[tuple[int, ...]]:
 
 
 def _prompt_ids(fields: Fields, prompt: Any, loaded: ServedModel) -> list[int]:
-    """Token ids of a text, or of a sequence of texts and token ids. A leading text gets the beginning
-    token."""
+    """The token ids of a text, or of a list of texts and ids. If a text comes first, the beginning-of-text
+    token precedes it.
+    """
     if isinstance(prompt, dict):
         parted = fields.inner(prompt, "prompt")
         prompt = parted.required_text("prompt_string")
@@ -399,10 +405,7 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: ServedModel) -> list[int]:
 
 
 def _take_gap(fields: Fields, loaded: ServedModel, most_tokens: int) -> tuple[int, ...]:
-    """Token ids of a prompt for the gap between `input_prefix` and `prompt`, and `input_suffix`.
-
-    `prompt` is an editor's line up to the cursor.
-    """
+    """The token ids of a prompt to fill the gap between `input_prefix` plus `prompt`, and `input_suffix`."""
     prefix, suffix = fields.text("input_prefix", "") or "", fields.text("input_suffix", "") or ""
     prefix += fields.text("prompt", "") or ""
     files = [_file(each) for each in fields.objects("input_extra")] if fields.peek("input_extra") else []

@@ -1,4 +1,4 @@
-"""Counters of the server, as Prometheus reads them, and the log: one JSON object per line."""
+"""Counters of the server, in the form that Prometheus reads, and the log: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LLAMA_CPP_HELP = {
 
 
 class Metrics:
-    """Counts by name and labels. Belongs to the event loop's thread."""
+    """The server's counts, by name and labels. Only the event loop's thread may use them."""
 
     def __init__(self) -> None:
         self._values: Counter[tuple[str, tuple[tuple[str, str], ...]]] = Counter()
@@ -66,7 +66,7 @@ class Metrics:
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Draft tokens of ended generations, and the number of those that became text."""
+        """The number of draft tokens in ended generations, and how many of them became text."""
         drafted, accepted = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
         return self._ended[drafted], self._ended[accepted]
 
@@ -96,7 +96,7 @@ class Metrics:
             self._values["neuron_cache_hit_ratio", ()] = stats.neuron_cache_hit_rate  # type: ignore[assignment]
 
     def text(self) -> str:
-        """Everything in Prometheus's text format, version 0.0.4."""
+        """All counts in Prometheus's text format, version 0.0.4."""
         lines: list[str] = []
         for name, (kind, about) in _HELP.items():
             lines += [f"# HELP ondevice_{name} {about}", f"# TYPE ondevice_{name} {kind}"]
@@ -111,7 +111,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _of_llama_cpp(self) -> dict[str, float]:
-        """Values by llama.cpp's names."""
+        """The counts under llama.cpp's names."""
         ended = {name: self._ended[name] for name in _LLAMA_CPP_HELP}
         return ended | {
             "n_tokens_max": self._most_tokens,
@@ -125,7 +125,7 @@ class Metrics:
 
 
 class IgnoredLog:
-    """Logs names of ignored fields once each, as agents send them with every request."""
+    """Logs names of ignored fields, each only once, since agents send them with every request."""
 
     _MAX_NAMES, _MAX_NAMES_AT_ONCE = 1000, 20
 

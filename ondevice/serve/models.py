@@ -1,9 +1,9 @@
 """Loads models, and admits requests to them.
 
 Models are loaded when they are requested, all under one budget. Up to `RuntimeConfig.parallel` requests for
-one model generate at once. Waiting clients, told apart by address, are admitted in turn. A request for
-another model waits in the same queue; once nothing runs, other models make room for its model, as in
-`residency`.
+one model generate at once. Waiting clients, distinguished by address, are admitted one after the other. A
+request for another model waits in the same queue. Once nothing runs, other models make room for its model, as
+`residency` decides.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ModelFacts:
 
 
 class ServedModel:
-    """A loaded model, and the number of requests that it works for."""
+    """A loaded model, and the number of requests that use it."""
 
     def __init__(self, facts: ModelFacts, model: Model) -> None:
         self.facts = facts
@@ -78,7 +78,7 @@ class ServedModel:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which the model counts as at work, so that it isn't unloaded."""
+        """A context in which the model counts as in use, so that it isn't unloaded."""
         self.at_work += 1
         try:
             yield
@@ -92,7 +92,7 @@ class ServedModel:
 
     @property
     def resident(self) -> Resident:
-        """The model as `residency` sees it."""
+        """The model in the form that `residency` takes."""
         plan = self.model.plan
         least = plan.minimum_budget_bytes - plan.process_bytes - plan.others_bytes
         return Resident(self.facts.name, plan.claim_bytes, least, self.at_work > 0)
@@ -128,7 +128,8 @@ class Models:
         facts: the models, at least one.
         load: loads a model by its name in `facts`, under a budget.
         first: the first model, if it is loaded already. Its budget becomes that of all models together.
-        queue: requests that may wait. Up to as many again may, of clients that have none waiting.
+        queue: number of requests that may wait. As many more may wait if their clients have no other waiting
+            request.
         metrics: counts waiting and running requests.
         aliases: patterns of other names, each with the name of a model in `facts`.
         """
@@ -195,7 +196,7 @@ class Models:
         return next((loaded for loaded in self.residents if loaded.facts is facts), None)
 
     def context_tokens(self, facts: ModelFacts) -> int:
-        """Tokens that a text of a model may have, its prompt included."""
+        """The number of tokens that a text of a model may have, including its prompt."""
         loaded = self.loaded_as(facts)
         return facts.planned_context if loaded is None else loaded.model.plan.max_context
 
@@ -203,8 +204,8 @@ class Models:
     async def admitted(self, facts: ModelFacts, follows: bool = False) -> AsyncIterator[ServedModel]:
         """A context in which the caller may generate, with the model loaded.
 
-        follows: whether the request has been admitted before. It may then wait even if too many do, as its
-        earlier generations would be lost.
+        follows: whether the request has been admitted before. Then it may wait even if too many others do,
+        because its earlier generations would be lost otherwise.
 
         Raises RequestError if too many wait or the server stops, and what loading raises.
         """
@@ -226,7 +227,7 @@ class Models:
 
     @asynccontextmanager
     async def ensure_loaded(self, facts: ModelFacts) -> AsyncIterator[ServedModel]:
-        """A context with the model loaded, for work other than generating. It waits only for loading."""
+        """A context with the model loaded, for work other than generating. Waits only until it is loaded."""
         known = self.loaded_as(facts)
         if known is not None:
             with known.working():
@@ -236,9 +237,9 @@ class Models:
             yield loaded
 
     def keep(self, facts: ModelFacts, seconds: float | None) -> None:
-        """Keep a loaded model for some seconds, unless others need its room; 0: unload it if it is idle.
+        """Keep a loaded model for some seconds, unless others need its memory. 0: unload it if it is idle.
 
-        seconds: None: don't change anything.
+        seconds: None changes nothing.
         """
         loaded = self.loaded_as(facts)
         if loaded is None or seconds is None:
@@ -253,7 +254,7 @@ class Models:
             self._changing = asyncio.create_task(self._close(loaded))
 
     async def set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of all models together. The last used model gets what others leave of it.
+        """Set the budget of all models together. The model used last gets what the others leave.
 
         Raises RequestError if that model can't run in it, or none is loaded.
         """
@@ -284,7 +285,7 @@ class Models:
                 future.set_exception(_stopping())
 
     def end_requests(self) -> None:
-        """End the running requests with the error of refused ones."""
+        """End the running requests with an error, the same as that of refused requests."""
         self._ended = True
         for task in self._tasks:
             task.cancel()
@@ -337,9 +338,9 @@ class Models:
             self._wait(-1)
 
     def _admit(self) -> None:
-        """Admit waiting requests in order, as far as the running ones allow.
+        """Admit waiting requests in order, as many as the running ones allow.
 
-        The other requests of an admitted request's client go to the end of the queue.
+        When a request is admitted, other requests of the same client move to the end of the queue.
         """
         while self._waiting:
             if self._waiting[0].admitted.cancelled():
@@ -365,7 +366,7 @@ class Models:
         return self._changing is not None and not self._changing.done()
 
     async def _ensured(self, facts: ModelFacts) -> ServedModel:
-        """The loaded model. Loading continues if the client goes."""
+        """The loaded model. If the client disconnects, loading goes on."""
         while self._is_changing:
             assert self._changing is not None
             await asyncio.wait({self._changing})
@@ -375,7 +376,7 @@ class Models:
         return await asyncio.shield(changing)
 
     async def _changed(self, facts: ModelFacts) -> ServedModel:
-        """The model, newly loaded or not, with the memory that the others leave it."""
+        """The model, loaded if it wasn't, with the memory that the other models leave it."""
         for loaded in self.residents:
             if loaded.facts is facts:
                 await self._share(loaded, self._budget_bytes)
@@ -402,7 +403,7 @@ class Models:
         return self.residents[-1]
 
     async def _share(self, loaded: ServedModel, budget_bytes: int | None) -> None:
-        """Give a loaded model the memory that others leave. Raises BudgetError if that is too little."""
+        """Give a loaded model the memory that the others leave. Raises BudgetError if that is too little."""
         plan, resident = loaded.model.plan, loaded.resident
         assert budget_bytes is not None, "it is known once a model is loaded"
         full = plan.full_bytes - plan.process_bytes - plan.others_bytes
@@ -418,7 +419,7 @@ class Models:
     async def _make_room(
         self, least_bytes: int, full_bytes: int, budget_bytes: int | None, but: ServedModel | None = None
     ) -> None:
-        """Have other models than `but` make room for one."""
+        """Let other models than `but` make room for a model."""
         others = {it.facts.name: it for it in self._by_need() if it is not but}
         if budget_bytes is None or not others:
             return
@@ -433,14 +434,18 @@ class Models:
             log_event("yielded", model=name, budget_bytes=least)
 
     async def _unload_one(self, but: ServedModel | None = None) -> bool:
-        """Unload the idle model that was used least recently. Returns False if there is none."""
+        """Unload the idle model that was used least recently, but not `but`. Returns False if
+        there is none.
+        """
         idle = [it for it in self._by_need() if it is not but and not it.at_work]
         if idle:
             await self._unload(idle[0])
         return bool(idle)
 
     def _by_need(self) -> list[ServedModel]:
-        """The loaded models in the order in which they make room: not kept ones first, then by last use."""
+        """The loaded models in the order in which they make room: first those that no client keeps, then by
+        last use.
+        """
         return sorted(self.residents, key=lambda it: it.is_kept)
 
     async def _unload(self, loaded: ServedModel) -> None:
@@ -455,7 +460,7 @@ class Models:
 
 
 async def _drop_prefixes(others: Sequence[ServedModel], full_bytes: int, budget_bytes: int) -> None:
-    """Have idle models drop their texts' states, unless a model of full_bytes has room anyway."""
+    """Let idle models drop their texts' states, unless a model of full_bytes has room anyway."""
     claimed = sum(it.resident.claim_bytes for it in others)
     # A claim has one full context.
     beyond = sum(max(0, it.model.state_bytes - it.model.plan.kv_cache_bytes) for it in others)
@@ -465,7 +470,7 @@ async def _drop_prefixes(others: Sequence[ServedModel], full_bytes: int, budget_
 
 
 def _yield_memory(model: Model) -> int:
-    """Set a model's budget to the least in which it runs with the others. Returns it in bytes."""
+    """Set a model's budget to the smallest with which it runs next to the others. Returns it in bytes."""
     least = model.replanned.minimum_budget_bytes
     model.set_dram_budget(least)
     return least

@@ -1,7 +1,7 @@
 """Ollama's API: chat and generate as lines of JSON, and facts about models.
 
-Options that concern only speed or memory are dropped, as this server has its own budget and context. The log
-says if the context is shorter than `num_ctx`.
+Options that concern only speed or memory are dropped, because this server has a fixed budget and context. The
+log says if the context is shorter than `num_ctx`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ async def _generate(service: Service, request: Request) -> Response:
 
 
 async def _load(service: Service, model: ModelFacts, shape: _Shape, kept: float | None) -> Response:
-    """Answer a request without a text: load the model, or unload it if `kept` is 0 seconds."""
+    """The answer to a request without a text: load the model, or unload it if `kept` is 0 seconds."""
     if kept != 0:
         async with service.models.ensure_loaded(model):
             pass
@@ -232,7 +232,7 @@ async def _answer(service: Service, request: Request, wanted: _OllamaRequest) ->
 
 
 def _ping(wanted: _OllamaRequest, reading: PromptReading) -> bytes:
-    """A line without text, as lines of JSON have no comments."""
+    """A line without text, to keep the connection alive; lines of JSON have no comments for that."""
     return _line(_head(wanted.generation.model) | wanted.shape("", "") | {"done": False})
 
 
@@ -260,13 +260,13 @@ def _line(value: Any) -> bytes:
 
 
 def _said(think: bool, reply: str, thought: str) -> dict[str, Any]:
-    """The fields of a part of a chat's reply."""
+    """The fields for a part of a chat's reply."""
     message = {"role": "assistant", "content": reply}
     return {"message": message | ({"thinking": thought} if thought and think else {})}
 
 
 def _written(think: bool, reply: str, thought: str) -> dict[str, Any]:
-    """The fields of a part of a continued text."""
+    """The fields for a part of a continued text."""
     return {"response": reply} | ({"thinking": thought} if thought and think else {})
 
 
@@ -275,7 +275,7 @@ def _head(model: ModelFacts) -> dict[str, Any]:
 
 
 def _end(last: Event, begun: int) -> dict[str, Any]:
-    """The last line's fields. begun: `time.monotonic_ns()` at the request. Times are in ns."""
+    """The fields of the last line. begun: `time.monotonic_ns()` at the request. Times are in ns."""
     stats = last.stats
     assert stats is not None
     return {
@@ -312,7 +312,7 @@ def _message(fields: Fields) -> dict[str, Any]:
 
 
 def _take_options(fields: Fields) -> tuple[dict[str, Any], int]:
-    """Options of SamplingConfig from the field `options`, and its `num_ctx`, 0 if unset."""
+    """The options of SamplingConfig in the field `options`, and `num_ctx` from there, 0 if it isn't set."""
     given = fields.object("options")
     if given is None:
         return {}, 0
@@ -340,7 +340,7 @@ def _take_options(fields: Fields) -> tuple[dict[str, Any], int]:
 
 
 def _take_think(fields: Fields, model: ModelFacts) -> Think:
-    """Whether to think, or how much; false also leaves thinking out of the answer."""
+    """Whether to think, or how much. False also leaves thinking out of the answer."""
     value = fields.take("think")
     if value is None or isinstance(value, bool):
         think: Think = value
@@ -354,7 +354,9 @@ def _take_think(fields: Fields, model: ModelFacts) -> Think:
 
 
 def _take_rest(fields: Fields) -> float | None:
-    """Take fields that change no text. Returns the seconds of `keep_alive`, if it is set."""
+    """Take the fields that don't change the text. Returns the seconds in `keep_alive`; None if it
+    isn't set.
+    """
     fields.neutral("logprobs", False)
     fields.neutral("top_logprobs", 0)
     # A prompt that is too long is refused, and a full context ends a text, whatever these say.

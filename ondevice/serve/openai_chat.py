@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: OpenAI's chat, at once or as server-sent events.
 
-Thinking is sent as `reasoning_content`, as by most servers.
+Thinking is sent as `reasoning_content`, as most servers send it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _read(service: Service, fields: Fields) -> _ChatRequest:
 
 
 def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
-    """Tools, and whether to think: by OpenAI's field, or by other servers' `chat_template_kwargs`."""
+    """The tools, and whether to think, from OpenAI's fields, or other servers' `chat_template_kwargs`."""
     tools, choice = take_tools(fields, function_tool), take_choice(fields, nested_name)
     prompting = chosen_tools(fields, tools, choice, fields.boolean("parallel_tool_calls", True))
     think = take_effort(fields, "reasoning_effort", model)
@@ -149,7 +149,7 @@ def take_prompting(fields: Fields, model: ModelFacts) -> PromptOptions:
 
 
 def _cut_reply(fields: Fields, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], ReplyPrefix]:
-    """The messages before an unfinished reply, and the reply's text, which the model continues."""
+    """The messages before an unfinished reply, and the text of that reply, which the model continues."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not (last["content"] or last.get("thinking")):
         fields.refuse(
@@ -159,7 +159,7 @@ def _cut_reply(fields: Fields, messages: tuple[Message, ...]) -> tuple[tuple[Mes
 
 
 def take_stream(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether the stream has the usage."""
+    """Whether to stream the answer, and whether the stream includes the usage."""
     stream = fields.boolean("stream")
     options = fields.object("stream_options")
     if options is None:
@@ -191,7 +191,7 @@ def _choice(
 
 
 def _logprobs(events: list[Event], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The object `logprobs` of a reply's tokens; thinking has none."""
+    """The object `logprobs` for a reply's tokens. Tokens of thinking aren't in it."""
     content = [
         logprob_entry(tokenizer, event.token, event.logprob)
         | {"top_logprobs": [logprob_entry(tokenizer, *each) for each in event.top_logprobs]}
@@ -208,7 +208,7 @@ def _usage(events: list[Event]) -> dict[str, Any]:
 
 
 def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A part of a stream. more: more fields of its choice."""
+    """A chunk of a stream. more: further fields of its choice."""
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
     return head | {"choices": [choice]}
 
@@ -220,7 +220,7 @@ def _progress(head: dict[str, Any], reading: PromptReading, progress: PromptProg
 async def _chunks(
     service: Service, wanted: _ChatRequest, head: dict[str, Any], reading: PromptReading
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's chunks. head: the fields that all chunks have."""
+    """Yields the stream's chunks. head: the fields that all chunks have."""
     usages = []
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
@@ -256,7 +256,7 @@ async def _chunks(
 
 
 def _call_delta(step: CallStep, index: int) -> dict[str, Any]:
-    """The delta of a step of a call: its name, or a part of its arguments."""
+    """The delta for one step of a call: the call's name, or a part of its arguments."""
     if step.kind == "begins":
         begun = {"id": step.id, "type": "function", "function": {"name": step.name, "arguments": ""}}
         return {"tool_calls": [{"index": index} | begun]}

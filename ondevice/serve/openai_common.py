@@ -1,4 +1,4 @@
-"""The common parts of OpenAI's dialects: sampling fields, messages, usage."""
+"""What OpenAI's dialects have in common: sampling fields, messages, usage."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ CONSTRAINTS = ("grammar", "guided_choice", "guided_grammar", "guided_regex", "st
 
 
 def take_sampling(fields: Fields, model: ModelFacts, schema_field: str = "response_format") -> dict[str, Any]:
-    """Options of SamplingConfig from OpenAI's fields and common extensions.
+    """The options of SamplingConfig, from OpenAI's fields and common extensions.
 
-    schema_field: the field whose schema takes the place of CONSTRAINTS.
+    schema_field: the field that may hold a schema in place of those in CONSTRAINTS.
     """
     options = {
         "temperature": take_temperature(fields, 2.0),
@@ -65,7 +65,7 @@ def take_sampling(fields: Fields, model: ModelFacts, schema_field: str = "respon
 
 
 def _repetition_penalty(fields: Fields) -> float | None:
-    """The penalty by its name here, else by llama.cpp's."""
+    """The repetition penalty, from the field of that name, or from llama.cpp's if it is absent."""
     names = ("repeat_penalty", "repetition_penalty")
     other, penalty = (fields.number(name, 1e-3, 100.0) for name in names)
     return other if penalty is None else penalty
@@ -91,7 +91,7 @@ def _biases(fields: Fields, model: ModelFacts) -> dict[int, float] | None:
 
 
 def ids_of(model: ModelFacts) -> str:
-    """Words for an error: the range of a model's token ids."""
+    """The range of a model's token ids in words, for an error."""
     return f"ids of this model run from 0 to {model.vocab_size - 1}"
 
 
@@ -126,13 +126,13 @@ def _message(fields: Fields) -> Message:
 
 
 def _older_call(fields: Fields) -> list[dict[str, Any]]:
-    """The call in the older field `function_call`, which has no id."""
+    """The call in the older field `function_call`, as a list. It has no id."""
     function = fields.object("function_call")
     return [] if function is None else [take_function(function, None, "arguments")]
 
 
 def usage(stats: GenerationStats, thought_tokens: int = 0) -> dict[str, Any]:
-    """Tokens of one generation."""
+    """The numbers of tokens of one generation, as OpenAI's `usage` object."""
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
