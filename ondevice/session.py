@@ -52,7 +52,7 @@ class Session:
         when_full: WhenFull = "stop",
         cache_prompt: bool = False,
     ) -> None:
-        """cache_prompt: as of `Model.session`."""
+        """cache_prompt: as in `Model.session`."""
         if when_full not in get_args(WhenFull):
             raise UsageError(f"when_full is {when_full!r}; it must be one of {', '.join(get_args(WhenFull))}")
         self.when_full: WhenFull = when_full
@@ -88,8 +88,8 @@ class Session:
             think: whether to think before the reply, or how much, if the chat template supports it.
             sampling: the options in one object.
 
-        Raises ContextOverflowError, and leaves the transcript as it was, when the conversation has outgrown
-        the context. If the session drops its oldest turns, only a `text` too long by itself raises it.
+        Raises ContextOverflowError, and leaves the transcript as it was, if the conversation is longer than
+        the context. If the session drops its oldest turns, only a `text` that is too long alone raises it.
         """
         return gather(self.stream_response(text, tools=tools, think=think, sampling=sampling, **options))
 
@@ -151,10 +151,11 @@ class Session:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
-        """Answer a transcript, which replaces the session's, as `astream_response` answers a text.
+        """Answer the last of `messages`, which replace the session's transcript, as `astream_response`
+        answers a text.
 
-        Keys and values of their common beginning stay. on_prompt: called on the model's thread as the
-        transcript is read.
+        Keys and values of the part that both transcripts begin with stay. on_prompt: called on the model's
+        thread as the transcript is read.
         """
         import asyncio  # Slow to import, and callers of this have imported it.
 
@@ -181,7 +182,7 @@ class Session:
         return other
 
     def reset(self) -> None:
-        """Forget everything but the instructions. Raises UsageError while a reply is under way."""
+        """Forget everything except the instructions. Raises UsageError while a reply is under way."""
         first = {"role": "system", "content": self._instructions or ""}
         with self._silent():
             self._messages = [] if self._instructions is None else [first]
@@ -215,9 +216,9 @@ class Session:
                 self._host.save_state(self._key, state_folder(target))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the conversation with a saved one, its state included.
+        """Replace the conversation with a saved one, including its state.
 
-        A state that is damaged, or of another model or other options, is computed again.
+        A state that is damaged, or belongs to another model or other options, is computed again.
 
         Raises UsageError if the file holds no conversation or a reply is under way, OndeviceError if the file
         can't be read.
@@ -246,7 +247,9 @@ class Session:
     def _sampling(
         self, sampling: SamplingConfig | None, options: SamplingOptions, prompt: PromptOptions
     ) -> tuple[SamplingConfig, PromptOptions]:
-        """The options of a reply, with its constraint, and the options that its calls are read by."""
+        """The sampling options of a reply, with its constraint, and the options by which its
+        calls are read.
+        """
         config, template = sampling_options(sampling, options), self._host.chat_template
         if prompt.reply_prefix is not None and (prompt.must_call or config.constraint is not None):
             raise UsageError("a reply that has to obey a schema can't be continued; ask for a new one")
@@ -260,7 +263,7 @@ class Session:
         return replace(config, stop=(*config.stop, *template.stop)), prompt
 
     def _continued(self, text: str | Sequence[Message]) -> list[Message]:
-        """The transcript followed by a user's text or further messages."""
+        """The transcript with a user's text, or further messages, appended."""
         added = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
         return [*self._messages, *added]
 
@@ -268,7 +271,9 @@ class Session:
     def _reply(
         self, messages: list[Message], dropped: int, prompt: PromptOptions, ids: list[int]
     ) -> Iterator[_Reply]:
-        """A context whose value collects the reply to `messages`. At its end both become the transcript."""
+        """A context whose value collects the reply to `messages`. At its end, messages and reply become the
+        transcript.
+        """
         reply = _Reply(self._host.chat_template.reply_parser(prompt, ids), prompt, ids)
         try:
             yield reply
@@ -301,7 +306,7 @@ class Session:
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
-        """Exclusive access to the transcript. Raises UsageError while a reply is under way."""
+        """A context with exclusive access to the transcript. Raises UsageError while a reply is under way."""
         if not self._answering.acquire(blocking=False):
             raise UsageError("this session is already answering; finish or close that reply, or fork()")
         try:
@@ -317,7 +322,7 @@ def state_folder(path: Path) -> Path:
 
 @contextmanager
 def _file_errors(what: str, path: Path) -> Iterator[None]:
-    """Turn the system's errors about a path into OndeviceError."""
+    """A context that turns the system's errors about a path into OndeviceError."""
     try:
         yield
     except UsageError:
@@ -359,7 +364,7 @@ class _Reply:
     """Turns the events of a model's text into the events of a reply, and collects its message."""
 
     def __init__(self, parser: ReplyParser, prompt: PromptOptions, ids: list[int]) -> None:
-        """ids: the prompt's ids, which determine the ids of calls."""
+        """ids: the ids of the prompt, from which the ids of calls are derived."""
         self.begun = False
         self._parser, self._prompt, self._ids = parser, prompt, ids
         prefix = prompt.reply_prefix
@@ -372,7 +377,7 @@ class _Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message of the transcript. It has its thinking only if that led to calls."""
+        """The reply as a message of the transcript. Thinking is included only if it led to calls."""
         said: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
         if self._calls:
             said["tool_calls"] = [call.to_dict() for call in self._calls]
@@ -380,7 +385,9 @@ class _Reply:
         return said
 
     def take(self, event: Event) -> list[Event]:
-        """The events that show an event of the model's text: thinking, calls and reply told apart."""
+        """The events that result from one event of the model's text, with thinking, calls and reply
+        separated.
+        """
         self.begun = True
         before = self._parser.kind
         pieces = self._parser.take(event.token, event.text)
@@ -398,7 +405,9 @@ class _Reply:
         return [replace(token_event, tool_call=first.tool_call, call_part=first.call_part), *shown[1:]]
 
     def _shown(self, piece: ReplyPiece) -> Event | None:
-        """The event of a piece, if it has one. Spaces at the start of a reply belong to the prompt."""
+        """The event for a piece of the reply; None if there is nothing to show. Spaces before a reply aren't
+        shown.
+        """
         if piece.call is not None or piece.begins or piece.arguments:
             return None if self._calls and not self._prompt.parallel_calls else self._called(piece)
         self._written = None
@@ -410,7 +419,7 @@ class _Reply:
         return Event(text)
 
     def _called(self, piece: ReplyPiece) -> Event:
-        """The event of a call, or of a part of one."""
+        """The event for a call or for a part of one."""
         call_id = new_id(self._ids, len(self._calls))
         if piece.call is not None:
             call = ToolCall(*piece.call, call_id, "".join(self._written or ()))

@@ -1,8 +1,4 @@
-"""The options that can be set, each with its one default from the config dataclasses.
-
-A flag beats an environment variable (`ONDEVICE_<OPTION>`), which beats the settings file, which beats the
-default. This module knows the options and the file; the command line reads flags and variables.
-"""
+"""All options that a user can set. Their defaults come from the config dataclasses."""
 
 from __future__ import annotations
 
@@ -163,9 +159,10 @@ MODEL_OPTIONS = ("max_context",)
 
 @dataclass(frozen=True)
 class Settings:
-    """Content of a settings file: `values` and the `keys` as spelt there, both by option name.
+    """The content of a settings file: its `values`, and the `keys` as the file spells them, both by option
+    name.
 
-    models: the values of single models' tables, by the model's name.
+    models: the values in the tables of single models, by the model's name.
     """
 
     path: Path
@@ -175,7 +172,7 @@ class Settings:
 
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
-    """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
+    """A RuntimeConfig with these option values. Other keys are ignored. Raises UsageError."""
     chosen = {name: values[name] for name in _RUNTIME_TABLES if name in values}
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
@@ -186,7 +183,7 @@ def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
 
 
 def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
-    """SamplingConfig from option values; other keys are ignored. Raises UsageError."""
+    """A SamplingConfig with these option values. Other keys are ignored. Raises UsageError."""
     chosen = {name: values[name] for name in SAMPLING_OPTIONS if name in values}
     if "stop" in chosen:
         chosen["stop"] = tuple(chosen["stop"])
@@ -194,13 +191,13 @@ def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises UsageError for a value that a runtime or sampling option can't have with any model."""
+    """Check an option's value. Raises UsageError if no model can have it."""
     config = sampling_config if name in SAMPLING_OPTIONS else runtime_config
     config({name: value})
 
 
 def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
-    """RuntimeConfig with `options` as fields.
+    """A RuntimeConfig with `options` as its fields.
 
     Raises UsageError for an unknown name, or for an option without meaning in the chosen modes.
     """
@@ -231,7 +228,7 @@ def sampling_options(sampling: SamplingConfig | None, options: SamplingOptions) 
 
 
 def require_fields(config: type, options: Iterable[str]) -> None:
-    """Raises UsageError for an option that isn't a field of the dataclass `config`."""
+    """Check that options are fields of the dataclass `config`. Raises UsageError if not."""
     known = [field.name for field in fields(config)]
     for name in options:
         if name not in known:
@@ -243,9 +240,11 @@ def require_fields(config: type, options: Iterable[str]) -> None:
 
 
 def require_meaning(given: Container[str], chosen: Mapping[str, Any]) -> None:
-    """Raises UsageError for an option among `given` that has no meaning with the values of others.
+    """Check that each option in `given` has a meaning with the other options' values. Raises UsageError if
+    not.
 
-    chosen: values of `sparsity` and `speculation`. Options that depend on a missing one pass.
+    chosen: values of `sparsity` and `speculation`. If one is missing, options that depend on it pass the
+    check.
     """
     for name, (option, *modes) in _MEANT_FOR.items():
         if name in given and chosen.get(option, modes[0]) not in modes:
@@ -255,7 +254,7 @@ def require_meaning(given: Container[str], chosen: Mapping[str, Any]) -> None:
 def with_model_defaults(
     config: SamplingConfig, generation: Mapping[str, Any], chosen: set[str]
 ) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Complete `config` with the sampling that the model's authors recommend.
+    """Replace default values in `config` by what the model's authors recommend for sampling.
 
     Args:
         config: the chosen values, and defaults for the other fields.
@@ -269,7 +268,8 @@ def with_model_defaults(
 
 
 def settings_path() -> Path:
-    """Path of the settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's config folder.
+    """The path of the settings file: `ONDEVICE_CONFIG`, or if that isn't set, `config.toml` in the platform's
+    config folder.
 
     Raises UsageError if `ONDEVICE_CONFIG` names a missing file. The default file needn't exist.
     """
@@ -378,7 +378,9 @@ def _has_type(name: str, value: Any) -> bool:
 
 
 def _as_option(name: str, value: Any) -> Any:
-    """The value as the command line would pass it."""
+    """The value of an option from the settings file, converted to the form in which the command line passes
+    it.
+    """
     if _kind(name) is tuple and isinstance(value, str):
         return [value]
     return str(value) if name in _OPTIONS and _OPTIONS[name].choices else value

@@ -114,7 +114,9 @@ class StreamedHead:
         return all(unit.held is not None for unit in self.units)
 
     def draft_head(self) -> StreamedHead:
-        """The units of the head whose rows are the tokens that drafts may use. Shares memory with this head."""
+        """The units of the head whose rows are the tokens that drafts may use. Shares memory with
+        this head.
+        """
         return StreamedHead(self.units[: draft_head_units(len(self.units))])
 
     def look_up(self, runner: _native.Runner, tokens: Int32, out: Float32) -> bool:

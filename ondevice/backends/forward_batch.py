@@ -37,7 +37,9 @@ class ForwardBatch:
         return [row for row in range(len(self.tokens)) if row not in drafted]
 
     def accepted(self, rows: Sequence[int]) -> list[int]:
-        """The accepted draft tokens, as indices into `drafted`. rows: rows of the batch that were accepted."""
+        """The accepted draft tokens, as indices into `drafted`. rows: rows of the batch that were
+        accepted.
+        """
         places = {row: place for place, row in enumerate(self.drafted)}
         return [places[row] for row in rows if row in places]
 

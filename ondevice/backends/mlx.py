@@ -422,7 +422,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """The scores in host memory. The wait for them also brings the scores for the next layer's prefetch."""
+        """The scores in host memory. The wait for them also brings the scores for the next layer's
+        prefetch.
+        """
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)

@@ -25,7 +25,9 @@ from ondevice.model_config import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec
 
 
 class MlxBuffer:
-    """One buffer of states, by layer, or of inputs, by (layer, kind). Entries that are missing count as zero."""
+    """One buffer of states, by layer, or of inputs, by (layer, kind). Entries that are missing count
+    as zero.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

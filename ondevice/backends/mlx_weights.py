@@ -157,7 +157,9 @@ class Records:
         return MlxExperts.of(matrices)
 
     def slice(self, address: int, layout: ExpertLayout, dtype: mx.Dtype, bias: mx.array | None) -> MlxNeurons:
-        """A view of the slice at `address`, whose matrices are stored as rows. bias: the bias of its gates."""
+        """A view of the slice at `address`, whose matrices are stored as rows. bias: the bias of its
+        gates.
+        """
         first = address - self._address
         gate, *up, down = (
             MlxMatrix(matrix.row, dtype, self._matrix_arrays(first + offset, matrix))

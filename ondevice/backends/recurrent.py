@@ -198,7 +198,9 @@ class StateStore(Protocol):
     """The part of a text's recurrent states that ops see."""
 
     def ahead(self, layer: int) -> Ahead | None:
-        """The layer's stored inputs if the pass runs ahead; None if the pass writes the layer's next state."""
+        """The layer's stored inputs if the pass runs ahead; None if the pass writes the layer's next
+        state.
+        """
 
     def state(self, layer: int) -> States:
         """A layer's state after the last token that doesn't run ahead; read only."""

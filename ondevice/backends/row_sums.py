@@ -44,7 +44,9 @@ def match_rms(x: Float32, other: Float32) -> Float32:
 
 
 def cut_off(gates: Float32, deviations: float) -> None:
-    """Replace each row of gates (T, F) by max(0, gates - mean - deviations * standard deviation), in place."""
+    """Replace each row of gates (T, F) by max(0, gates - mean - deviations * standard deviation), in
+    place.
+    """
     count = np.float32(gates.shape[1])
     mean = row_sums(gates.copy()) / count
     from_mean = gates - mean

@@ -18,7 +18,9 @@ MAX_DEPTH = 63
 
 
 class TokenTree:
-    """A tree of tokens. Node i follows node parents[i] < i, or the text before the tree if parents[i] is -1."""
+    """A tree of tokens. Node i follows node parents[i] < i, or the text before the tree if
+    parents[i] is -1.
+    """
 
     def __init__(self, parents: Sequence[int]) -> None:
         """Raises ValueError if a parent doesn't come before its child, or if a path is too long."""

@@ -117,7 +117,9 @@ def others(claim: Claim | None = None) -> Others:
 
 
 def count_other_processes(nbytes: int) -> None:
-    """Count `nbytes` of other processes, such as a rank's supervisor, as memory of this process from now on."""
+    """Count `nbytes` of other processes, such as a rank's supervisor, as memory of this process from
+    now on.
+    """
     global _other_process_bytes
     _other_process_bytes = nbytes
 

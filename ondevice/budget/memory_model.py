@@ -238,7 +238,9 @@ class MemoryModel(ABC):
 
     @property
     def _logit_bytes(self) -> int:
-        """Bytes of one logit of a token, which exists twice: in the head's output, and in the caller's copy."""
+        """Bytes of one logit of a token, which exists twice: in the head's output, and in the
+        caller's copy.
+        """
         return 2 * 4
 
     def joined_bytes(self, tokens: int) -> int:

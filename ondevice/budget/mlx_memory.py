@@ -115,7 +115,9 @@ class MlxMemory(MemoryModel):
 
     @property
     def buffers(self) -> BufferShape:
-        """Read buffers. In dense mode a piece is one segment, so that sums don't depend on what is in memory."""
+        """Read buffers. In dense mode a piece is one segment, so that sums don't depend on what is
+        in memory.
+        """
         if self.config.experts is not None:
             # Experts are read straight into their slots, and brought into rows there.
             copied = MLX_PIECES if self.cuda else 0
@@ -207,7 +209,9 @@ class MlxMemory(MemoryModel):
         return computed + self._selecting_bytes(tokens) + self._mixture_bytes(tokens)
 
     def _recurrent_bytes(self, tokens: int) -> int:
-        """Bytes of what a recurrent layer computes from its projection, and of the states of a run of tokens."""
+        """Bytes of what a recurrent layer computes from its projection, and of the states of a run
+        of tokens.
+        """
         most = 0
         for layer in self.config.layers:
             floats, state = 0, 0

@@ -101,7 +101,9 @@ class Plan:
 
     @cached_property
     def full_bytes(self) -> int:
-        """The budget at which everything stays in memory, with a full context. A larger one changes nothing."""
+        """The budget at which everything stays in memory, with a full context. A larger one changes
+        nothing.
+        """
         resident = self.resident_budget_bytes + self.embedding_bytes + self.kv_marks_bytes
         return max(resident, self.minimum_budget_bytes)
 
@@ -300,11 +302,15 @@ class Plan:
 
     @property
     def kept_slots(self) -> int:
-        """Number of slots that keep neurons or experts during decoding with a full context; 0 without slots."""
+        """Number of slots that keep neurons or experts during decoding with a full context; 0
+        without slots.
+        """
         return self.kept_slots_for(self.kv_cache_bytes)
 
     def kept_slots_for(self, kv_bytes: int) -> int:
-        """Number of slots that keep neurons or experts with `kv_bytes` of key/value blocks; 0 without slots."""
+        """Number of slots that keep neurons or experts with `kv_bytes` of key/value blocks; 0
+        without slots.
+        """
         if not isinstance(self.segment, SlotShape):
             return 0
         slots = self.segments_for(kv_bytes, DECODE_TOKENS) * self.segment.slots
@@ -384,7 +390,9 @@ class Plan:
 
     @property
     def _loading_bytes(self) -> int:
-        """The peak memory during loading. Bytes that are read ahead exist twice: in a piece and in a block."""
+        """The peak memory during loading. Bytes that are read ahead exist twice: in a piece and in a
+        block.
+        """
         ahead = min(LOADING_BYTES, 2 * self.weights_bytes)
         ahead += min(LOADING_PREDICTORS_BYTES, self.predictor_bytes)
         return self._always_bytes - self.activation_bytes + ahead

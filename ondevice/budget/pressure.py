@@ -21,7 +21,9 @@ LEVELS: tuple[Level, ...] = ("normal", "warning", "critical")
 
 @dataclass(frozen=True)
 class Reading:
-    """How much memory there is where it is scarcest for this process: on the machine, or in a control group."""
+    """How much memory there is where it is scarcest for this process: on the machine, or in a
+    control group.
+    """
 
     limit_bytes: int
     """Total memory."""

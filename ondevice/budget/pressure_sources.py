@@ -49,7 +49,9 @@ def system_source(wake: Wake) -> PressureSource:
 
 
 class LinuxSource:
-    """Reads the machine and control groups of both versions. The one with the least available memory counts."""
+    """Reads the machine and control groups of both versions. The one with the least available memory
+    counts.
+    """
 
     def __init__(self, proc: Path = PROC, cgroup: Path = CGROUP) -> None:
         self._proc, self._cgroup = proc, cgroup
@@ -78,7 +80,9 @@ class LinuxSource:
 
 
 def _stalls(path: Path) -> tuple[float, float]:
-    """(some, full) of a PSI file over the last ten seconds, from 0 to 1. Both are 0 if there is no such file."""
+    """(some, full) of a PSI file over the last ten seconds, from 0 to 1. Both are 0 if there is no
+    such file.
+    """
     shares = {"some": 0.0, "full": 0.0}
     for line in (read_text(path) or "").splitlines():
         kind, _, averages = line.partition(" avg10=")

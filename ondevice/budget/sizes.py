@@ -142,7 +142,9 @@ class SegmentShape:
         return [(layer, self._bytes_of(layer, low)) for low, _, _, layer in sorted(places)]
 
     def _bytes_of(self, layer: int, low: bool) -> int:
-        """Bytes of a layer's low plane if `low`, otherwise of its high plane, or of a segment without planes."""
+        """Bytes of a layer's low plane if `low`, otherwise of its high plane, or of a segment
+        without planes.
+        """
         segment, high = self.layer_bytes[layer], self.high_bytes[layer]
         return segment - high if low else high or segment
 
@@ -388,7 +390,9 @@ def expert_shape(config: ModelConfig, quant: QuantConfig, experts: ExpertsSpec) 
 
 
 def dense_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Bytes of the packed neurons that belong to no expert, in a model with experts, if they stay in memory."""
+    """Bytes of the packed neurons that belong to no expert, in a model with experts, if they stay in
+    memory.
+    """
     blocks = sum(-(-config.dense_neurons(layer) // GROUP_SIZE) for layer in config.layers)
     return blocks * _block_bytes(config, quant)
 

@@ -231,7 +231,9 @@ class ExpertLayout(PartLayout):
 
     @cached_property
     def places(self) -> tuple[tuple[RowFormat, int, int | None], ...]:
-        """For each matrix: its format, its first byte in a record, and the first byte of its biases, or None."""
+        """For each matrix: its format, its first byte in a record, and the first byte of its biases,
+        or None.
+        """
         parts = zip(self.part_offsets, self.matrices, strict=True)
         return tuple(
             (matrix.row.stored, offset, offset + matrix.rows_bytes if matrix.has_bias else None)
@@ -334,13 +336,17 @@ def record_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
 
 
 def slice_layout(config: ModelConfig, quant: QuantConfig, layer: int) -> SliceLayout:
-    """Layout of a slice of a layer: the record of `slice_neurons` neighbouring neurons of its feed-forward."""
+    """Layout of a slice of a layer: the record of `slice_neurons` neighbouring neurons of its
+    feed-forward.
+    """
     formats = quant.of("feed_forward", layer), quant.of("down", layer)
     return _slice_layout(config, slice_neurons(config, quant), *formats)
 
 
 def _slice_layout(config: ModelConfig, neurons: int, gate: RowFormat, down: RowFormat) -> SliceLayout:
-    """Layout of a slice of `neurons` neurons. gate: the format of gate and up rows. down: that of down rows."""
+    """Layout of a slice of `neurons` neurons. gate: the format of gate and up rows. down: that of
+    down rows.
+    """
     by_rows = TiledMatrix(neurons, RowLayout(config.hidden_size, *gate))
     by_columns = TiledMatrix(config.hidden_size, RowLayout(neurons, *down))
     return SliceLayout(ExpertLayout((*(by_rows,) * (config.feed_forward.num_rows - 1), by_columns)))

@@ -143,7 +143,9 @@ def part_predictors(predictors: Predictors, layers: slice) -> Predictors:
 
 
 def part_streams(streams: MultiStreams, layers: slice) -> MultiStreams:
-    """The adapters of the layers in the range `layers`; those of no layer if streams enter in a later part."""
+    """The adapters of the layers in the range `layers`; those of no layer if streams enter in a
+    later part.
+    """
     first = streams.first_layer - layers.start
     if streams.first_layer >= layers.stop:
         return replace(streams, first_layer=first, begins=False)

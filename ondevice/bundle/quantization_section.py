@@ -147,7 +147,9 @@ def _exists(kind: MatrixKind, layer: int | None, part: str, config: ModelConfig)
 
 
 def _columns(name: str, config: ModelConfig, quant: QuantConfig) -> set[int]:
-    """The numbers of columns that matrices of this name have, in those layers that use two levels of scales."""
+    """The numbers of columns that matrices of this name have, in those layers that use two levels of
+    scales.
+    """
     kind, layer, _ = _parts(name)
     match kind:
         case "down":

@@ -347,7 +347,9 @@ class Bundle:
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
-        """The same bundle without `sidecar`, whose file of tensors is damaged. error: describes the damage."""
+        """The same bundle without `sidecar`, whose file of tensors is damaged. error: describes the
+        damage.
+        """
         other = copy.copy(self)
         lossless = self.streams is None or self.streams.mode == "lossless"
         other.damaged, other.sidecar_files = dict(self.damaged), dict(self.sidecar_files)

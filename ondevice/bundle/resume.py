@@ -49,7 +49,9 @@ class ResidentClaim(FileClaim):
 
 @dataclass(frozen=True)
 class SourceStamp:
-    """The state of a source file when it was read: its size, and when it was last changed, in ns since 1970."""
+    """The state of a source file when it was read: its size, and when it was last changed, in ns
+    since 1970.
+    """
 
     nbytes: int
     modified_ns: int

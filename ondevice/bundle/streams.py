@@ -108,7 +108,9 @@ class MultiStreams:
 
 
 def medusa_parameters(config: ModelConfig, heads: int) -> int:
-    """Number of parameters of Medusa's heads (arXiv 2401.10774). Each has a (D, D) block and a (V, D) output."""
+    """Number of parameters of Medusa's heads (arXiv 2401.10774). Each has a (D, D) block and a (V,
+    D) output.
+    """
     return heads * config.hidden_size * (config.hidden_size + config.vocab_size)
 
 

@@ -143,7 +143,9 @@ def usage(stats: GenerationStats, thought_tokens: int = 0) -> dict[str, Any]:
 
 
 def summed(usages: list[dict[str, Any]], choices: int) -> dict[str, Any]:
-    """Tokens of several generations. Each `choices` of them have one prompt, which counts once."""
+    """The numbers of tokens of several generations, added. Every `choices` of them share one prompt, which
+    counts once.
+    """
     first = usages[::choices]
     prompt, written = (
         sum(each["prompt_tokens"] for each in first),
@@ -161,25 +163,27 @@ def summed(usages: list[dict[str, Any]], choices: int) -> dict[str, Any]:
 
 
 def finish_reason(event: Event, calls: int = 0) -> str:
-    """`stop` or `length`; `tool_calls` for a complete reply with calls."""
+    """The finish reason of a reply: `stop`, `length`, or `tool_calls` for a complete reply with calls."""
     reason = event.finish_reason or "stop"
     return "tool_calls" if calls and reason == "stop" else reason
 
 
 def call_entry(call: ToolCall) -> dict[str, Any]:
-    """One call of a message."""
+    """The JSON object of one call in a message."""
     function = {"name": call.name, "arguments": call.arguments_json}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def shown_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text. Bytes of incomplete characters are escaped, so that tokens stay different."""
+    """A token as text. Bytes of incomplete characters are escaped, so that different tokens stay
+    different.
+    """
     data = tokenizer.token_bytes(token)
     return data.decode("utf-8", "backslashreplace") if data else tokenizer.piece(token)
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    """One token of `logprobs.content`, without its alternatives."""
+    """The entry for one token in `logprobs.content`, without its alternatives."""
     return {
         "token": shown_token(tokenizer, token),
         "logprob": max(logprob, MIN_LOGPROB),

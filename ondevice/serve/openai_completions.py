@@ -63,7 +63,9 @@ class _CompletionRequest:
 
 @dataclass(frozen=True)
 class _Echo:
-    """The prompt at the beginning of an answer: its text, and `logprobs` of its tokens. Empty by default."""
+    """The prompt, repeated at the beginning of an answer: its text, and `logprobs` of its tokens. Empty by
+    default.
+    """
 
     text: str = ""
     tokens: tuple[str, ...] = ()
@@ -167,7 +169,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _echo(running: Generation, request: GenerationRequest) -> _Echo:
-    """The echo of a generation that has an event. The first token has no log-probability."""
+    """The repeated prompt for a generation that has had an event. Its first token has no log-probability."""
     parts = prompt_parts(running.tokenizer, request.prompt, running.prompt)
     text = request.prompt if isinstance(request.prompt, str) else "".join(parts)
     if request.scores is None:
@@ -182,12 +184,14 @@ def _echo(running: Generation, request: GenerationRequest) -> _Echo:
 
 
 def _ends(parts: Sequence[str]) -> Iterator[int]:
-    """Where each part of a text ends."""
+    """Yields the position at which each part of a text ends."""
     return accumulate(map(len, parts))
 
 
 def _shown_top(tokenizer: Tokenizer, top: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """Log-probabilities of the likeliest tokens, by text. Of tokens with equal texts the likeliest counts."""
+    """The log-probabilities of the likeliest tokens, by text. If tokens have the same text, the likeliest
+    counts.
+    """
     shown: dict[str, float] = {}
     for token, chance in top:
         shown.setdefault(shown_token(tokenizer, token), max(chance, MIN_LOGPROB))
@@ -197,9 +201,11 @@ def _shown_top(tokenizer: Tokenizer, top: Iterable[tuple[int, float]]) -> dict[s
 def _logprobs(
     events: list[Event], running: Generation, request: GenerationRequest, echo: _Echo, offset: int = 0
 ) -> dict[str, Any] | None:
-    """The tokens, their log-probabilities, and the known offset of each one's text.
+    """The object `logprobs`: the tokens, their log-probabilities, and the offset of each one's text as far as
+    known.
 
-    echo: the prompt before them. offset: of the events' text after the echo.
+    echo: the prompt repeated before them. offset: where the events' text begins, counted from the end of the
+    echo.
     """
     if "top_logprobs" not in request.options:
         return None
@@ -224,9 +230,10 @@ def _logprobs(
 def _silent_end(
     events: Sequence[Event], running: Generation, request: GenerationRequest
 ) -> TokenScore | None:
-    """The end-of-text token of a reply without tokens, if it is the likeliest one and scores are requested.
+    """The score of the end-of-text token that ended a reply without tokens, if it was the likeliest and
+    scores are requested; else None.
 
-    Programs that score by `echo` and a `max_tokens` of 1, such as lm-eval, drop the last token.
+    Programs that score by `echo` and a `max_tokens` of 1, such as lm-eval, ignore the last token.
     """
     as_it_is = not request.options.get("temperature") and "logit_bias" not in request.options
     written = any(event.token is not None for event in events)
@@ -261,7 +268,9 @@ async def _chunks(
 async def _choices(
     running: Generation, request: GenerationRequest, echoes: bool
 ) -> AsyncIterator[tuple[dict[str, Any], Event]]:
-    """The choice of each chunk of a generation, with its event. The echo's chunk has the first event."""
+    """Yields the choice for each chunk of a generation, with its event. The repeated prompt comes with the
+    first event.
+    """
     offset, echo = 0, None
     async for event in running:
         begins = echo is None

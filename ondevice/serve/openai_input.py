@@ -1,7 +1,7 @@
 """The conversation and the tools of a request to `/v1/responses`.
 
-Items are messages, reasoning, calls and their outputs. Another model's calls of tools that aren't functions
-become calls like others if a client ran them; calls that a server ran are left out.
+Items are messages, reasoning, calls and their outputs. Calls of tools that aren't functions, made by another
+model, become usual calls if a client ran them. Calls that a server ran are left out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _REQUESTS = ("arguments", "input", "action", "operation", "actions")
 
 
 class Namespaces:
-    """Tools in groups. The model knows each by its name, with its group's name before it if two are equal."""
+    """The tools of a request in their groups.
+
+    The model knows each tool by its name. If two names are equal, the name of the group is put before the
+    tool's.
+    """
 
     def __init__(self, tools: Any = None) -> None:
-        """tools: the request's field."""
+        """tools: the field `tools` of the request."""
         self._plain = {it.get("name") for it in _objects(tools) if it.get("type") != "namespace"}
         self._groups: dict[str, tuple[str, str]] = {}
         """The group and the name in it, by the name that the model knows."""
@@ -32,7 +36,7 @@ class Namespaces:
         """The inverse of `_groups`."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
-        """A tool's functions: one, or those of a group."""
+        """The functions in one entry of `tools`: a single one, or those of a group."""
         if fields.peek("type") != "namespace":
             return flat_tool(fields)
         if not isinstance(fields.peek("tools"), list):
@@ -55,11 +59,11 @@ class Namespaces:
         return tool | {"function": tool["function"] | {"name": name}}
 
     def known(self, group: str | None, plain: str) -> str:
-        """The name by which the model knows a tool of a group."""
+        """The name by which the model knows the tool `plain` of a group."""
         return self._known.get((group, plain), plain)
 
     def told(self, name: str) -> dict[str, str]:
-        """The fields by which a response names a tool that the model calls."""
+        """The fields with which a response names a tool that the model calls."""
         if name not in self._groups:
             return {"name": name}
         group, plain = self._groups[name]
@@ -105,7 +109,7 @@ def take_input(fields: Fields, namespaces: Namespaces) -> tuple[Message, ...]:
 
 
 def _take_reasoning(item: Fields) -> str:
-    """The text of an item of reasoning; empty if it comes without one."""
+    """The text of a reasoning item; empty if it has none."""
     texts = (part.get("text") for part in _objects(item.take("content")))
     return "".join(text for text in texts if isinstance(text, str))
 
@@ -138,7 +142,7 @@ def _take_result(item: Fields) -> dict[str, Any]:
 
 
 def _leave_out(item: Fields, kind: str) -> None:
-    """Leave out an item that a server ran. Raises RequestError for a reference to a kept item."""
+    """Leave out an item that a server ran. Raises RequestError if it refers to a stored item."""
     if kind == "item_reference":
         item.refuse("type", f"is {kind!r}, and {NO_STATE}")
     why = f"is {kind[:40]!r}, and this server takes messages, calls and results"
@@ -146,7 +150,7 @@ def _leave_out(item: Fields, kind: str) -> None:
 
 
 def echoed_tools(tools: Sequence[Mapping[str, Any]], namespaces: Namespaces) -> list[dict[str, Any]]:
-    """The model's tools, as a response repeats them."""
+    """The tools that the model got, in the form in which a response repeats them."""
     return [
         {"type": "function", "strict": False} | tool["function"] | namespaces.told(tool["function"]["name"])
         for tool in tools

@@ -1,6 +1,6 @@
 """`/v1/models` in OpenAI's form, or in Anthropic's for clients that send its version header.
 
-`/api/v0/models` is LM Studio's form. All have the context, by the names of known servers.
+`/api/v0/models` is LM Studio's form. All forms include the context, under the names that known servers use.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def _studio_one(service: Service, request: Request) -> Response:
 
 
 def _studio_shown(service: Service, facts: ModelFacts) -> dict[str, Any]:
-    """A model in the form of LM Studio's REST API. Only a loaded one has a loaded context."""
+    """A model in the form of LM Studio's REST API. Only a loaded model has a loaded context."""
     context = service.models.context_tokens(facts)
     is_loaded = service.models.loaded_as(facts) is not None
     shown = {

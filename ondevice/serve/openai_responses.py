@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer API, without state: every request has its whole conversation."""
+"""`/v1/responses`: OpenAI's newer API, without state: every request contains its complete conversation."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _take_text(fields: Fields) -> tuple[Constraint | None, Any]:
 def _take_prompting(
     fields: Fields, model: ModelFacts, namespaces: Namespaces
 ) -> tuple[PromptOptions, dict[str, Any]]:
-    """Tools and how much to think, and the fields that the response repeats."""
+    """The tools and how much to think, and the fields that the response repeats."""
     shown = fields.peek("tool_choice") or "auto"
     tools, choice = take_tools(fields, namespaces.read), take_choice(fields, flat_name)
     parallel = fields.boolean("parallel_tool_calls", True)
@@ -163,7 +163,7 @@ def _take_prompting(
 
 
 def _take_metadata(fields: Fields) -> dict[str, Any]:
-    """Texts by name, which the response repeats."""
+    """The request's metadata, texts by name, which the response repeats."""
     given = fields.object("metadata")
     if given is None:
         return {}
@@ -224,7 +224,7 @@ class _Writer:
     _parts: list[bytes] = field(default_factory=list)
 
     def begin(self) -> bytes:
-        """The stream's first events, once."""
+        """The stream's first events, at the first call; empty afterwards."""
         if self._sequence:
             return b""
         self._tell("response.created", response=self.response)
@@ -232,7 +232,7 @@ class _Writer:
         return self._told()
 
     def ping(self, reading: PromptReading) -> bytes:
-        """The stream's bytes while there is no news."""
+        """The bytes that the stream sends while there is nothing else to send."""
         return self.begin() + comment(reading)
 
     def take(self, event: Event) -> bytes:
@@ -282,7 +282,7 @@ class _Writer:
         self._tell(f"response.{status}", response=self.response)
 
     def _add_step(self, step: CallStep) -> None:
-        """A step of a call."""
+        """Add a step of a call to the response and to the stream."""
         if step.kind == "begins":
             self._end_item("completed")
             item = {"id": new_id("fc_"), "type": "function_call", "status": "in_progress"}

@@ -1,7 +1,7 @@
 """`/openapi.json`: the requests that the server takes, for programs that make clients or hostile requests.
 
-It has the fields with an effect here, and neither fields that are accepted and ignored, nor the bodies of
-answers. Embeddings are included, and always refused.
+It lists the fields that have an effect. Fields that are accepted and ignored, and bodies of answers, aren't
+listed. Embeddings are listed, although they are always refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _number(least: float, most: float) -> Schema:
 
 
 def _object(required: str = "", **fields: Schema) -> Schema:
-    """required: names of the fields that must be there, separated by spaces. Others are ignored."""
+    """The schema of an object. required: names of required fields, separated by spaces. Others
+    are ignored.
+    """
     schema: Schema = {"type": "object", "properties": fields}
     return schema | ({"required": required.split()} if required else {})
 
@@ -59,7 +61,7 @@ STOP: Schema = {"anyOf": [STOPS, _list(STOPS, most=MAX_STOPS)]}
 
 
 def _content(*kinds: str) -> Schema:
-    """A message's text, whole or in parts of these types."""
+    """The schema of a message's text: a string, or a list of parts of these types."""
     return {"anyOf": [TEXT, _list(_text_part(*kinds))]}
 
 
@@ -96,7 +98,7 @@ DEFINITION = {"name": NAME, "description": TEXT, "parameters": ANY_OBJECT}
 
 
 def _calls(arguments: Schema) -> Schema:
-    """The calls of an assistant's message."""
+    """The schema of the calls in an assistant's message."""
     function = _object("name", name=NAME, arguments=arguments)
     return _list(_object("function", id=ID, function=function, **FUNCTION), most=MAX_CALLS)
 
@@ -106,7 +108,9 @@ def _tools(tool: Schema) -> Schema:
 
 
 def _choice(function: Schema, allowed: str = "") -> Schema:
-    """OpenAI's `tool_choice`. allowed: the field that has what is chosen from some of the tools."""
+    """The schema of OpenAI's `tool_choice`. allowed: the field that holds a choice among some of
+    the tools.
+    """
     some = {"mode": _word("auto", "required"), "tools": _tools(function)}
     nested = {allowed: _object("mode tools", **some)} if allowed else some
     several = _object(f"type {' '.join(nested)}", type=_word("allowed_tools"), **nested)
@@ -380,7 +384,7 @@ def document() -> Schema:
 
 
 def _operation(answers: bool = True) -> Schema:
-    """answers: whether there is a request that isn't refused."""
+    """The description of one operation. answers: whether any request isn't refused."""
     answer = {"200": {"description": "An answer"}} if answers else {}
     return {"responses": answer | {"default": {"description": "An error, with its reason"}}}
 

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 connection, with a limit on slow headers, and an end of endless streams.
+"""uvicorn's HTTP/1.1 connection, with a time limit for headers, and with an end for endless streams.
 
-Connections that send their headers byte by byte would keep others out, and a page that follows the server
-would keep it from stopping.
+Otherwise connections that send their headers byte by byte could keep others out, and a page that follows the
+server's state would keep the server from stopping.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDLESS = frozenset({"/page/live"})
 
 
 class Connection(H11Protocol):
-    """One client's connection. Its requests' headers have HEADER_SECONDS each to arrive."""
+    """The connection to one client. The headers of each request must arrive within HEADER_SECONDS."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -49,7 +49,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _watch_headers(self) -> None:
-        """Start the clock with a request's first byte, and stop it with its last header."""
+        """Start the clock at the first byte of a request, and stop it at its last header."""
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
             self._clear_deadline()

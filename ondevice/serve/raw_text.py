@@ -9,7 +9,7 @@ from ondevice.tokenizer.base import LeadingSpace, Spelling
 
 
 class NamedSpelling(Spelling):
-    """A tokenizer's spelling in which tokens without a text have their names."""
+    """The spelling of a tokenizer's tokens, with names for tokens that have no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class NamedSpelling(Spelling):
 
 
 def spelled(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """The text that each token completes; an incomplete character at the end belongs to the last one."""
+    """The text that each token completes. An incomplete character at the end counts to the last token."""
     stream = StreamingDetokenizer(NamedSpelling(tokenizer))
     parts = [stream.add(token) for token in ids]
     if rest := stream.finish():
@@ -35,9 +35,9 @@ def spelled(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def prompt_parts(tokenizer: Tokenizer, prompt: str | Sequence[int] | None, ids: Sequence[int]) -> list[str]:
-    """The texts of a prompt's ids; joined, they are the prompt.
+    """The text of each of a prompt's ids. Joined, they are the prompt.
 
-    A token that begins every text has an empty one, unless the prompt begins with that token's name.
+    The beginning-of-text token has an empty text, unless the prompt begins with its name.
     """
     parts = spelled(tokenizer, ids)
     if isinstance(prompt, str) and parts and ids[0] == tokenizer.bos_id and not prompt.startswith(parts[0]):

@@ -1,7 +1,7 @@
 """Plans how loaded models share a budget: which ones yield memory to another. Pure; all sizes are bytes.
 
-A model that needs memory gets it from idle ones: they yield down to the least in which they run, and if that
-isn't enough they are unloaded. The least recently used go first. Models at work keep their memory.
+A model that needs memory gets it from idle models: they shrink to the least memory in which they run, and if
+that isn't enough they are unloaded, the least recently used first. Models in use keep their memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ondevice.records import dataclass
 
 @dataclass(frozen=True)
 class Resident:
-    """A loaded model. Sizes are without the process and other models."""
+    """A loaded model, for the plan. Sizes don't include the process and other models."""
 
     name: str
     claim_bytes: int
@@ -25,16 +25,19 @@ class Resident:
 
 @dataclass(frozen=True)
 class Room:
-    """Names of the models that yield to their least, and of those that are unloaded, in this order."""
+    """The models that make room: the names of those that shrink, and of those that are unloaded, in this
+    order.
+    """
 
     yielding: tuple[str, ...] = ()
     unloaded: tuple[str, ...] = ()
 
 
 def room_for(least_bytes: int, full_bytes: int, budget_bytes: int, residents: Sequence[Resident]) -> Room:
-    """The models that make room for another one, at best for all of it and at least to run.
+    """The models that make room for another one: enough for all of its weights if possible, at least enough
+    to run it.
 
-    There may be too little room even then; loading then fails.
+    Even then there may be too little room. Loading fails in that case.
 
     Args:
         least_bytes: memory that the model needs to run.

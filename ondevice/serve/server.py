@@ -42,9 +42,9 @@ LAST_WORDS_SECONDS = 3
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. When it stops, running answers end in their dialects' forms.
+    """uvicorn's server. When it stops, answers that are being sent end in the form of their dialect.
 
-    A signal stops it. A second one has its default effect: the process ends at once.
+    A signal stops it. A second signal has its default effect: the process ends at once.
     """
 
     def __init__(self, service: Service) -> None:
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 def serve(config: ServeConfig, facts: Sequence[ModelFacts], load: Load, first: Model) -> None:
     """Serve until SIGINT or SIGTERM; the arguments are those of `make_service`.
 
-    Raises OndeviceError if the address can't be listened at.
+    Raises OndeviceError if the server can't listen at the address.
     """
     if not config.is_local and not config.api_key:
         log_event("open", level=logging.WARNING, host=config.host, advice="--api-key keeps others out")
@@ -97,7 +97,7 @@ def url(config: ServeConfig, listener: socket.socket) -> str:
 
 
 def server_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
-    """uvicorn's options, with this server's limits."""
+    """The options for uvicorn, with this server's limits."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -120,7 +120,8 @@ def facts_of(
 ) -> ModelFacts:
     """The facts of a model that isn't loaded.
 
-    plan: under the options that need the least. planned_context: tokens of a text; 0: those of `plan`.
+    plan: its plan under the options that need the least memory. planned_context: most tokens of a text; 0: as
+    in `plan`.
     """
     try:
         fills_gaps = bool(bundle.manifest.tokenizer.infill or InfillTokens.of(tokenizer))

@@ -1,7 +1,7 @@
 """Answers in parts: their headers, pings while there is no part, and errors between parts.
 
-Headers come with the first part, or after PING_SECONDS, so that earlier errors have their own status. After
-that the client gets something at least every PING_SECONDS.
+Headers are sent with the first part, or after PING_SECONDS, so that an error before then has the right
+status. After that the client gets something at least every PING_SECONDS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from ondevice.serve.guard import json_bytes
 
 
 class Stream(Response):
-    """An answer in parts. It begins with its first part, so that earlier errors have a status."""
+    """An answer that is sent in parts. It begins with the first part, so that an error before it gets the
+    right status.
+    """
 
     def __init__(self, parts: AsyncGenerator[bytes, None], first: bytes, media_type: str) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
@@ -41,10 +43,12 @@ class Stream(Response):
 
 
 class PromptReading:
-    """The progress of reading a request's prompts. Belongs to the event loop, except `tell`."""
+    """How much of a request's prompts has been read. Used in the event loop, except for `tell`."""
 
     def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
-        """count: counts the tokens of a waiting prompt; raises RequestError for one that can't be read."""
+        """count: returns the number of tokens of a waiting prompt. Raises RequestError for a prompt that
+        can't be read.
+        """
         self.progress: PromptProgress | None = None
         """Progress of the newest prompt; None before the first."""
         self.index = 0
@@ -57,32 +61,32 @@ class PromptReading:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as far as they are known."""
+        """The number of tokens of the prompt; 0 until it is known."""
         return self.counted_tokens if self.progress is None else self.progress.tokens
 
     def tell(self, progress: PromptProgress) -> None:
-        """Set the progress, from any thread."""
+        """Set the progress. May be called from any thread."""
         with suppress(RuntimeError):  # The loop may be closed.
             self._loop.call_soon_threadsafe(self._take, progress)
 
     def complete(self) -> None:
-        """Set the progress of a prompt that has been read."""
+        """Set the progress to that of a prompt that has been read completely."""
         if self.progress is not None and self.progress.read_tokens < self.progress.tokens:
             self._take(replace(self.progress, read_tokens=self.progress.tokens))
 
     def wake(self, _: Any = None) -> None:
-        """End `news`."""
+        """Let a waiting `news` return."""
         self._news.set()
 
     async def news(self, seconds: float) -> None:
-        """Wait for new progress or `wake`, for at most `seconds`."""
+        """Wait until there is new progress or `wake` is called, for at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._news.wait()
         self._news.clear()
 
     async def check(self) -> None:
-        """Raises RequestError for a waiting prompt that can't be read."""
+        """Check a waiting prompt. Raises RequestError if it can't be read."""
         if self.progress is None:
             self.counted_tokens = await self._count()
 
@@ -93,11 +97,7 @@ class PromptReading:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A dialect's bytes between the parts of a stream.
-
-    ping: sent after PING_SECONDS of silence. error: the last part of a stream that fails. progress: sent at
-    every step of reading, if the client asks for it.
-    """
+    """The bytes that a dialect sends between the parts of a stream."""
 
     ping: Callable[[PromptReading], bytes]
     error: Callable[[RequestError], bytes]
@@ -138,7 +138,7 @@ def progress_field(progress: PromptProgress) -> dict[str, Any]:
 
 
 async def begin_stream(parts: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> Stream:
-    """The answer of these parts. Raises the errors that come before the first part."""
+    """The answer that consists of these parts. Raises an error that occurs before the first part."""
     return Stream(parts, await anext(parts), media_type)
 
 
@@ -148,9 +148,9 @@ async def streamed(
     dialect: Dialect,
     media_type: str = "text/event-stream",
 ) -> Stream:
-    """The answer of these parts, with the dialect's pings and progress.
+    """The answer that consists of these parts, with the dialect's pings and progress between them.
 
-    Raises the errors that come before the first byte.
+    Raises an error that occurs before the first byte is sent.
     """
     return await begin_stream(_with_pings(parts, reading, dialect), media_type)
 
@@ -158,7 +158,7 @@ async def streamed(
 async def _with_pings(
     parts: AsyncGenerator[bytes, None], reading: PromptReading, dialect: Dialect
 ) -> AsyncGenerator[bytes, None]:
-    """The parts, with pings, progress and errors."""
+    """Yields the parts, with pings and progress between them, and an error as the last part."""
     clock = asyncio.get_running_loop().time
     said, is_begun = clock(), False
     told: PromptProgress | None = None

@@ -19,9 +19,9 @@ from ondevice.serve.models import ModelFacts
 
 @dataclass(frozen=True)
 class Choice:
-    """A request's choice of tools: whether one may be called, or must be, and which.
+    """What a request says about calling tools: whether a call is allowed or required, and of which tools.
 
-    names: of the tools that may be called; None: all. several: whether several calls may come.
+    names: names of the tools that may be called; None: all. several: whether several calls are allowed.
     """
 
     may: bool = True
@@ -100,8 +100,10 @@ def anthropic_tool(fields: Fields) -> list[dict[str, Any]]:
 
 
 def is_of(fields: Fields, kind: str) -> bool:
-    """Whether a tool is of the dialect's type for functions. Other types are left out, as only a server, or a
-    model trained for them, could run them."""
+    """Whether a tool is a function, by the dialect's type.
+
+    Tools of other types are left out, because only a server, or a model trained for them, could run them.
+    """
     given = fields.text("type") or kind
     if given != kind:
         fields.leave_out("type", f"tools of type {given}", f"is {given[:40]!r}; {NOT_RUN}")
@@ -118,7 +120,9 @@ def _definition(fields: Fields, schema: str) -> dict[str, Any]:
 
 
 def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
-    """OpenAI's `tool_choice`: a word, or an object. named: reads the tool's name in the object."""
+    """The choice in OpenAI's `tool_choice`, which is a word or an object. named: reads the tool's name in the
+    object.
+    """
     value = fields.take("tool_choice")
     words = {"auto": AUTO, "none": NONE, "required": REQUIRED}
     if value is None:
@@ -141,7 +145,7 @@ def take_choice(fields: Fields, named: Callable[[Fields], str]) -> Choice:
 
 
 def _take_allowed(given: Fields, named: Callable[[Fields], str]) -> Choice:
-    """The choice among some of the tools. It is one level deeper in chats than in responses."""
+    """The choice among some of the tools. In chats it is one level deeper than in responses."""
     allowed = given.object("allowed_tools") or given
     mode = allowed.required_text("mode")
     if mode not in ("auto", "required"):
@@ -156,7 +160,7 @@ def _take_allowed(given: Fields, named: Callable[[Fields], str]) -> Choice:
 
 
 def nested_name(fields: Fields) -> str:
-    """The name in a chat's `tool_choice`."""
+    """The tool's name in the `tool_choice` of a chat."""
     function = fields.object("function")
     if function is None:
         fields.refuse("function", "is missing")
@@ -166,14 +170,15 @@ def nested_name(fields: Fields) -> str:
 
 
 def flat_name(fields: Fields) -> str:
-    """The name in a response's `tool_choice`."""
+    """The tool's name in the `tool_choice` of a response."""
     return fields.required_text("name")
 
 
 def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel: bool) -> PromptOptions:
     """The prompt's options, with the tools that may be called. Raises RequestError.
 
-    If a call must come, the other tools stay too, so that other choices share the prompt.
+    Even if one tool must be called, the other tools stay in the prompt, so that requests with other choices
+    share it.
     """
     known = tuple(tool.name for tool in given.tools)
     names = known if choice.names is None else choice.names
@@ -191,7 +196,8 @@ def chosen_tools(fields: Fields, given: PromptOptions, choice: Choice, parallel:
 
 @dataclass(frozen=True)
 class CallStep:
-    """A step of a call in a stream: it begins, has arguments, and ends, or breaks off and its text follows.
+    """A step of a call in a stream. A call begins, has arguments, and ends; or it breaks off, and its text
+    follows.
 
     text: the next part of the arguments' JSON, or all of it at the call's end.
     """
@@ -210,7 +216,7 @@ class CallSteps:
         """The id and the name of the call that has begun."""
 
     def take(self, event: Event) -> list[CallStep]:
-        """The steps of an event. A call breaks off before the event's text."""
+        """The steps in an event. If a call breaks off, that step comes before the event's text."""
         steps: list[CallStep] = []
         part, call = event.call_part, event.tool_call
         begins = part is not None and not part.arguments
@@ -247,7 +253,7 @@ def take_calls(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _take_call(fields: Fields) -> dict[str, Any]:
-    """A call. Any part may be missing, as a model wrote it."""
+    """A call in a message. Any part may be missing, if a model wrote it that way."""
     kind = fields.text("type", "function") or "function"
     function = fields.object("custom" if kind == "custom" else "function") or fields.inner({}, "function")
     call = take_function(function, fields.text("id"), "input" if kind == "custom" else "arguments")
@@ -258,26 +264,28 @@ def _take_call(fields: Fields) -> dict[str, Any]:
 
 
 def take_function(fields: Fields, id: str | None, arguments: str) -> dict[str, Any]:
-    """The call of a function. arguments: the name of their field."""
+    """The call of a function. arguments: the name of the field with its arguments."""
     name, value = fields.text("name", "") or "", fields.take(arguments)
     fields.ignore("index")
     return call_message(id or "", name, {"input": value} if arguments == "input" else value)
 
 
 def call_message(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A message's call. arguments: an object, its JSON, or any other text of a model."""
+    """A call, in the form for a message. arguments: an object, its JSON, or any other text that a model
+    wrote.
+    """
     # As JSON, since a history may have an object that no call may have, such as one with 1e999.
     text = arguments if isinstance(arguments, str) else json_text({} if arguments is None else arguments)
     return {"id": kept_id(id), "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def kept_id(id: str) -> str:
-    """A call's id, or a shorter one made from it if it is too long."""
+    """A call's id. If it is too long, a shorter one derived from it."""
     return id if len(id) <= ID_CHARS else new_id(id)
 
 
 def with_ids(messages: Iterable[Message]) -> list[Message]:
-    """The messages with ids of calls, which some clients leave out.
+    """The messages, with ids added to calls and results for which a client has left them out.
 
     A result without an id belongs to the first call without a result, of the same tool if it names one.
     """
@@ -306,7 +314,9 @@ def with_ids(messages: Iterable[Message]) -> list[Message]:
 
 
 def checked_messages(fields: Fields, name: str, messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages as a session keeps them. Raises RequestError for ones that no template takes."""
+    """The messages in the form that a session keeps. Raises RequestError for messages that no template
+    accepts.
+    """
     try:
         return tuple(all_checked(with_ids(messages)))
     except UsageError as error:
@@ -314,7 +324,7 @@ def checked_messages(fields: Fields, name: str, messages: Iterable[Message]) -> 
 
 
 def take_effort(fields: Fields, name: str, model: ModelFacts) -> Think:
-    """Whether to think, or how much, by OpenAI's words."""
+    """Whether to think, or how much, from OpenAI's words for effort."""
     effort = fields.text(name)
     if effort is None:
         return None

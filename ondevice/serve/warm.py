@@ -1,8 +1,8 @@
 """Reads the prompts of recorded requests as the server starts, for later requests with the same beginning.
 
-A file holds a request's body in any dialect, bare or as `{"path": ..., "body": ...}`. The application takes
-it like a request, but generates nothing. A body without messages gets a short one after its system prompt and
-tools, which later requests share.
+A file holds a request's body in any dialect, bare or as `{"path": ..., "body": ...}`. The application handles
+it like a request, but generates nothing. If a body has no messages, a short one is added after the system
+prompt and the tools, which later requests share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LLAMA_CPP_FIELDS = {"n_predict", "cache_prompt", "id_slot"}
 
 @dataclass(frozen=True)
 class WarmRequest:
-    """A request whose prompt is read at the start. file: its source."""
+    """A request whose prompt is read at the start. file: the file that it comes from."""
 
     file: str
     path: str
@@ -50,7 +50,7 @@ class WarmRequest:
 
 
 def read_warm(file: str) -> WarmRequest:
-    """The request that a file holds. Raises UsageError if it can't be read or holds none."""
+    """The request in a file. Raises UsageError if the file can't be read or contains no request."""
     try:
         with Path(file).expanduser().open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
@@ -97,7 +97,7 @@ async def warm(app: ASGIApp, models: Models, requests: Sequence[WarmRequest]) ->
 
 
 def _dialect(body: dict[str, Any]) -> str:
-    """The path of a body's dialect, by its fields; empty if they don't tell."""
+    """The path of the dialect that a body belongs to, judged by its fields; empty if that is unclear."""
     fields, tools = set(body), body.get("tools")
     first = tools[0] if isinstance(tools, list) and tools else None
     is_anthropic = "system" in fields or (isinstance(first, dict) and "input_schema" in first)
@@ -115,7 +115,7 @@ def _dialect(body: dict[str, Any]) -> str:
 
 
 def _with_message(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The body without streaming, with a user's message if it has none."""
+    """The body without streaming, and with a user message added if it has none."""
     changed = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
     name = _MESSAGES_OF.get(path)
     if name is not None and isinstance(body.get(name), list | None):
@@ -128,7 +128,7 @@ def _with_message(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_model(body: dict[str, Any], models: Models) -> dict[str, Any]:
-    """The body with a model's name that the server knows."""
+    """The body, with the name of a model that the server has."""
     name = body.get("model")
     try:
         models.find(name if isinstance(name, str) else None)
@@ -138,7 +138,7 @@ def _with_model(body: dict[str, Any], models: Models) -> dict[str, Any]:
 
 
 async def _posted(app: ASGIApp, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body of the application's answer to a request."""
+    """The status and the body of the application's answer to a request."""
     parts, data = [json_bytes(body)], bytearray()
     status = 0
     scope = {

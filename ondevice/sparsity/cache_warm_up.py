@@ -1,7 +1,7 @@
-"""Cache warm-up: the likeliest neurons are read into empty slots, during passes or while the model is idle.
+"""Cache warm-up: reads the likeliest neurons into empty slots, during passes or while the model is idle.
 
-If every neuron fits, all are in memory after as many passes as the model has layers. These reads have a lower
-priority than those that a pass waits for. Their neurons count as held once the whole reservation has arrived.
+If every neuron fits, all are in memory after as many passes as the model has layers. Reads that a pass waits
+for have a higher priority. Neurons of a reservation count as held once all of them have arrived.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 
 class CacheWarmUp:
-    """Fills spare slots of `cache`, one layer per pass, in turn.
-
-    Args:
-        layers: the model's layers, in order.
-        reader: over the bundle's files.
-        cache: the cache to fill.
-        parts: the parts of each record that are read.
-        pass_bytes: most bytes read per pass, or per step while the model is idle.
-    """
+    """Fills spare slots of `cache`, one layer per pass, layer after layer."""
 
     def __init__(
         self,
@@ -47,11 +39,13 @@ class CacheWarmUp:
         return self._reservation is not None
 
     def collect(self) -> bool:
-        """Commit the open reservation if all of its reads have ended. Returns False if one failed."""
+        """Commit the open reservation if all of its reads have ended. Returns False if a read failed."""
         return self._reservation is None or not self._reads.done() or self.stop()
 
     def fill(self) -> bool:
-        """While the model is idle: commit arrived neurons and begin more. False if nothing is left to do."""
+        """Do a step of idle work: commit neurons that have arrived, and begin to read more. Returns False if
+        all is done.
+        """
         if not self.collect():
             return False
         self.begin()
@@ -69,7 +63,9 @@ class CacheWarmUp:
                 return
 
     def stop(self) -> bool:
-        """Wait for the open reservation and commit it; slots may then be freed. False if a read failed."""
+        """Wait for the open reservation and commit it; slots may be freed afterwards. Returns False if a read
+        failed.
+        """
         reservation, self._reservation = self._reservation, None
         if reservation is None:
             return True
@@ -83,6 +79,6 @@ class CacheWarmUp:
         return arrived
 
     def close(self) -> None:
-        """End the reads under way; their slots are freed with the cache."""
+        """End the reads under way. Their slots are freed with the cache."""
         self._reads.close()
         self._reservation = None

@@ -1,4 +1,4 @@
-"""The common part of `NeuronSource`s over a `NeuronCache`: its size, its lookups, and the time it takes."""
+"""The common part of each `NeuronSource` over a `NeuronCache`: its size, its lookups, and its time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from ondevice.stats import PassTimes
 
 
 class CachedSource(NeuronSource):
-    """Provides a model's layers from a cache, which it owns.
-
-    Args:
-        layers: the model's layers, in order; each gets this object as its `neurons`.
-        cache: owned by this object from now on.
-    """
+    """Provides the neurons of a model's layers from a cache, which it owns."""
 
     def __init__(self, layers: Sequence[FeedForwardLayer], cache: NeuronCache) -> None:
         self._layers = layers
@@ -34,12 +29,12 @@ class CachedSource(NeuronSource):
 
     @property
     def filled_bytes(self) -> int:
-        """The same, as slots are made when needed. Safe from any thread."""
+        """The same as `nbytes`, because slots are made only when needed. Safe from any thread."""
         return self._cache.nbytes
 
     @property
     def lookups(self) -> int:
-        """Neurons or experts that passes have multiplied, counted once per pass and layer."""
+        """Number of neurons or experts that passes have multiplied, counted once per pass and layer."""
         return self._cache.lookups
 
     @property
@@ -50,12 +45,12 @@ class CachedSource(NeuronSource):
         """Do nothing: there are no neurons outside the cache."""
 
     def _close_cache(self) -> None:
-        """Free the slots; nothing may read into them any more. The layers then refuse to be multiplied."""
+        """Free the slots, which nothing may read into any more. Layers then raise if they are multiplied."""
         self._cache.close()
         for layer in self._layers:
             layer.neurons = ClosedNeurons()
 
     def _lap(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last call."""
         before, self._since = self._since, time.perf_counter()
         return self._since - before

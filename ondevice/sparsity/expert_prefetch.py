@@ -1,9 +1,9 @@
-"""Prefetch of experts: those that the next layer's router would choose for this layer's input.
+"""Prefetch of experts: reads the ones that the next layer's router would choose for this layer's input.
 
 The residual stream changes little from one layer to the next, so these are most of the experts that the
-router then chooses. They are read while a pass waits for no other expert, into slots of the reserve that the
-layer leaves. Once the choice is known, unwanted ones are dropped, unless their reading has begun. No result
-depends on it.
+router then chooses. They are read while a pass waits for no other expert, into those slots of the reserve
+that the layer doesn't need. Once the choice is known, unwanted ones are dropped, unless their reading has
+begun. No result depends on it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Prefetched(NamedTuple):
 
 @dataclass
 class _Times:
-    """Missing experts of some passes, and the seconds spent on waiting for experts and managing them."""
+    """The missing experts of some passes, and the seconds spent on waiting for experts and on
+    managing them.
+    """
 
     experts: int = 0
     waited: float = 0.0
@@ -55,7 +57,8 @@ class _Times:
 
 
 class ExpertPrefetcher:
-    """Prefetches experts for one layer at a time. `moe_index` counts the layers with experts.
+    """Prefetches experts for one layer at a time. `moe_index` is a layer's index among the layers with
+    experts.
 
     Args:
         reads: the reads of experts, including those that a pass waits for.
@@ -93,7 +96,9 @@ class ExpertPrefetcher:
         return not self._cache.holds_all and not self._cache.holds_layer(moe_index)
 
     def expect(self, moe_index: int, chosen: Callable[[], Int32]) -> None:
-        """Note that layer `moe_index`, the next one, likely wants chosen() (T, k); `begin` reads them."""
+        """Record that layer `moe_index`, the next one, will probably want the experts chosen(), (T, k).
+        `begin` reads them.
+        """
         ids = chosen()
         likely = ids[0]
         if len(ids) > 1:
@@ -102,7 +107,9 @@ class ExpertPrefetcher:
         self._likely = moe_index, self._cache.without_slot(moe_index, likely)
 
     def begin(self, moe_index: int, kept: Sequence[int]) -> None:
-        """Begin to read the next layer's expected experts. Layer `moe_index` still needs `kept`."""
+        """Begin to read experts that the next layer will probably want. Layer `moe_index` still needs the
+        experts `kept`.
+        """
         if self._likely is None:
             return
         (next_index, experts), self._likely = self._likely, None
@@ -119,8 +126,8 @@ class ExpertPrefetcher:
     def commit(self, moe_index: int, wanted: Int32) -> list[Prefetched]:
         """Give the prefetched experts among `wanted` their slots, and return them.
 
-        Each must be waited for before it is multiplied. The others are dropped, or kept once they have
-        arrived.
+        Each must be waited for before it is multiplied. Prefetched experts that aren't wanted are dropped, or
+        kept if they have arrived.
         """
         committed: list[Prefetched] = []
         if not self._coming and not self._late:
@@ -150,7 +157,9 @@ class ExpertPrefetcher:
         return committed
 
     def fill(self, likely: Sequence[tuple[int, int]]) -> bool:
-        """Between passes: read these absent experts, pairs of moe_index and id. False if a read failed."""
+        """Read absent experts between passes, given as pairs of moe_index and id. Returns False if a read
+        failed.
+        """
         for moe_index, expert in likely:
             self._start(moe_index, expert)
         succeeded = True
@@ -179,16 +188,16 @@ class ExpertPrefetcher:
         self._coming.append(Prefetched(moe_index, expert, int(slots[0]), int(addresses[0]), ticket))
 
     def count_missing(self, count: int) -> None:
-        """Count experts that weren't in memory when they were wanted, prefetched ones too."""
+        """Count experts that weren't in memory when they were wanted. Prefetched ones count too."""
         self._now.experts += count
 
     def next_pass(self, tokens: int, times: PassTimes) -> None:
-        """Before a pass: drop what a cancelled one left, and continue or end a trial of prefetch.
+        """Call before each pass: drops what a cancelled pass left, and continues or ends a trial of prefetch.
 
-        A trial compares the time that passes wait for a missing expert, and the time that they manage
-        experts, with prefetch and without.
+        A trial compares passes with prefetch and without: their time of waiting for missing experts, and of
+        managing experts.
 
-        times: of all passes so far. Managing includes estimates, and beginning reads.
+        times: the times of all passes so far. Managing includes estimates, and beginning reads.
         """
         self._now.waited += times.waited - self._before.waited
         self._now.managed += times.managed - self._before.managed
@@ -211,7 +220,7 @@ class ExpertPrefetcher:
             self._judge()
 
     def _judge(self) -> None:
-        """Keep prefetch on if the last trial's passes with it took less time per missing expert."""
+        """Keep prefetch on if passes with it took less time per missing expert in the last trial."""
         without, tried = self._without, self._with
         gained = without.waited / max(1, without.experts) * tried.experts - tried.waited
         gained += without.managed - tried.managed
@@ -224,7 +233,7 @@ class ExpertPrefetcher:
         log.info("prefetching experts is %s: it spared %.4f s", "on" if self.on else "off", gained)
 
     def drop(self) -> None:
-        """Between passes: end all reads and free their slots."""
+        """End all reads and free their slots. Called between passes."""
         self._reads.cancel()
         self.forget()
 
@@ -236,7 +245,9 @@ class ExpertPrefetcher:
         self._coming, self._late = [], []
 
     def _has_ended(self, one: Prefetched) -> bool:
-        """Whether the read of an unwanted expert has ended. If it succeeded, the expert is held."""
+        """Whether the read of an unwanted expert has ended. If it succeeded, the expert now
+        counts as held.
+        """
         if not self._reads.arrived(one.ticket):
             return False
         try:
@@ -250,7 +261,9 @@ class ExpertPrefetcher:
         return True
 
     def _commit_one(self, one: Prefetched) -> bool:
-        """Give the expert its slot. False if it has another one by now; then this one stays reserved."""
+        """Give an expert its slot. Returns False if it already has another slot; then this one stays
+        reserved.
+        """
         experts, slots = np.array([one.expert], dtype=np.int32), np.array([one.slot], dtype=np.int32)
         return len(self._cache.commit(one.moe_index, experts, slots)[0]) > 0
 

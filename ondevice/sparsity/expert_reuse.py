@@ -1,8 +1,9 @@
-"""The cache policy of experts: how often and how lately an expert was chosen, and what followed like tokens.
+"""The cache policy for experts: it uses how often and how recently an expert was chosen, and what followed
+similar tokens.
 
-A token's path is its experts in all layers. Scores are two decayed means of an expert's use, and a forecast:
-the layer's choices after the past tokens whose paths were most like the newest one's. Every constant has a
-wide plateau, see docs/experts.md.
+A token's path is the experts that it used in all layers. A score combines two decayed means of an expert's
+use with a forecast: the layer's choices after those past tokens whose paths were most similar to the newest
+one's. No constant needs to be exact, see docs/experts.md.
 
 Legend: L layers, T tokens, E experts of a layer, k chosen for a token, W tokens that are remembered.
 """
@@ -36,12 +37,13 @@ AHEAD_WEIGHTS = tuple(0.5**distance for distance in range(4))
 
 
 class ExpertReuse:
-    """Scores for one model's experts, as `policies.Policy`; `pool_scores` for a cache that layers share.
+    """The scores of one model's experts: a `policies.Policy`, with `pool_scores` for a cache that layers
+    share.
 
     Args:
         layers: L, layers with experts.
         experts: E.
-        chosen: k. Of more experts, the highest gates count.
+        chosen: k. If a token has more experts, those with the highest gates count.
         frequencies: for each layer, (E,) share of tokens, from 0 to 1, that chose each expert on some text.
     """
 
@@ -75,7 +77,7 @@ class ExpertReuse:
         """Worth of a slot for a layer that comes next, after one other layer, and so on."""
 
     def observe(self, layer: int, gates: Float32) -> None:
-        """Learn from gates (T, E), above 0 for the chosen, of the tokens after those seen so far."""
+        """Learn from the gates (T, E) of the next tokens; a gate is above 0 if the expert was chosen."""
         # One native call, as numpy's many small ones miss the processor's caches between layers.
         self._seen[layer] = self._native.observe(
             np.ascontiguousarray(gates),
@@ -88,21 +90,23 @@ class ExpertReuse:
         )
 
     def scores(self, layer: int) -> Float32:
-        """(E,) scores: the higher, the likelier to be chosen for the next tokens."""
+        """The scores of experts, (E,). A higher score means that the expert is likelier to be chosen next."""
         scores: Float32 = self._scores[layer]
         return scores
 
     def pool_scores(self, layer: int) -> Float32:
-        """(L * E,) worth of a slot for each expert just after `layer`: higher for layers that come sooner."""
+        """The worth of a slot for each expert just after `layer`, (L * E,). Higher for layers that come
+        sooner.
+        """
         layers = len(self._scores)
         until = (np.arange(layers) - layer - 1) % layers
         scores: Float32 = (self._scores * self._nearness[until, None]).ravel()
         return scores
 
     def fit(self, slots: int) -> None:
-        """Scores don't depend on the number of slots."""
+        """Do nothing: scores don't depend on the number of slots."""
 
 
 def history_bytes(chosen: int) -> int:
-    """Bytes that a layer's remembered tokens take."""
+    """Bytes that the remembered tokens of a layer take."""
     return 4 * chosen * REMEMBERED_TOKENS

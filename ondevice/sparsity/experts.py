@@ -1,8 +1,8 @@
-"""The `NeuronSource` of experts: those that a pass chose, from the cache or from flash.
+"""The `NeuronSource` of experts: provides the experts that a pass chose, from the cache or from flash.
 
-An expert is one record, or one run of them, read at once into its slot, and multiplied there. Experts in
-memory come first, unless the order is given. If one can't be read, its slot is freed: an expert is never
-multiplied before all of it has arrived.
+An expert is one record, or one run of records, which is read at once into a slot and multiplied there.
+Experts that are in memory come first, unless the order is prescribed. If one can't be read, its slot is
+freed: an expert is never multiplied before all of it has arrived.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ExpertFetcher(CachedSource):
         keep: whether experts may stay after the pass that read them.
         prefetch: whether to begin to read the next layer's experts before they are known.
         frequencies: for each layer with experts, (E,) share of a text's tokens that chose each.
-        dense: provides the neurons that aren't experts', owned by this object from now on; None: the layers
-            hold them.
-        of_model: the spec of the model's experts, for a part of a model without layers with experts.
+        dense: provides the neurons that belong to no expert, owned by this object from now on; None: the
+            layers hold them.
+        of_model: the spec of the model's experts, for a part of a model that has no layers with experts.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class ExpertFetcher(CachedSource):
 
     @property
     def hits(self) -> int:
-        """Lookups whose expert was in memory when the pass came to its layer, without prefetched ones."""
+        """Number of lookups whose expert was already in memory when the pass came to its layer. Prefetched
+        ones don't count.
+        """
         return self._cache.hits - self._prefetched_hits
 
     @property
@@ -104,23 +106,25 @@ class ExpertFetcher(CachedSource):
         return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to sum(quota) segments. Surplus ones are freed now; missing ones are made when needed."""
+        """Keep to sum(quota) segments. Surplus segments are freed now; missing ones are made when needed."""
         self._prefetcher.drop()
         self._cache.resize(sum(quota))
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments of neurons that aren't experts'."""
+        """Keep to a quota of segments for neurons that belong to no expert."""
         if self._dense is not None:
             self._dense.resize(quota)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that exist, and of segments of other neurons."""
+        """Bytes of the slots that exist, and of the segments for neurons that belong to no expert."""
         return super().nbytes + (0 if self._dense is None else self._dense.nbytes)
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the slots that exist, and of filled segments of other neurons. Safe from any thread."""
+        """Bytes of the slots that exist, and of filled segments for neurons outside experts. Safe from any
+        thread.
+        """
         return super().filled_bytes + (0 if self._dense is None else self._dense.filled_bytes)
 
     @property
@@ -131,23 +135,23 @@ class ExpertFetcher(CachedSource):
         return replace(times, waited=times.waited + self._dense.times.waited)
 
     def fill(self) -> bool:
-        """Read a few of the likeliest absent experts. False if there is no room, or a read failed.
+        """Read a few of the likeliest absent experts. Returns False if there is no room, or if a read failed.
 
-        A pass that needs an expert whose read failed reads it again, and raises.
+        If a pass needs an expert whose read failed, it reads the expert again and raises.
         """
         self._prefetcher.drop()
         likely = self._pool.likeliest_of_all(FILLED_AT_ONCE) if self._fills else []
         return bool(likely) and self._prefetcher.fill(likely)
 
     def close(self) -> None:
-        """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
+        """Wait for the reads under way and free the slots. Layers then raise if they are multiplied."""
         self._reads.close()
         if self._dense is not None:
             self._dense.close()
         self._close_cache()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Make room for the gates of draft tokens."""
+        """Prepare for a pass: make room for the gates of draft tokens."""
         if len(batch.drafted) > self._draft_gates.shape[1]:
             shape = len(self._moe_index), len(batch.drafted), self._experts.count
             self._draft_gates = np.zeros(shape, dtype=np.float16)
@@ -175,7 +179,9 @@ class ExpertFetcher(CachedSource):
                 self._cache.observe(moe_index, gates.astype(np.float32))
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """A layer's neurons on flash that aren't experts': records, or segments just filled."""
+        """Yields a layer's neurons that belong to no expert, from flash: records, or segments that were just
+        filled.
+        """
         return () if self._dense is None else self._dense.offloaded(layer, batch)
 
     def experts(
@@ -217,7 +223,9 @@ class ExpertFetcher(CachedSource):
     def _begin(
         self, layer: int, missing: deque[int], under_way: dict[int, tuple[int, int]], kept: Sequence[int]
     ) -> None:
-        """Begin to read as many of the missing experts as there is room for; `kept` are still needed."""
+        """Begin to read as many of the missing experts as there is room for. Experts in `kept` are still
+        needed.
+        """
         cache, moe_index = self._cache, self._moe_index[layer]
         while missing and len(under_way) < self._most:
             count = min(len(missing), self._most - len(under_way))
@@ -238,17 +246,17 @@ class ExpertFetcher(CachedSource):
             under_way[expert] = slot, ticket
 
     def _read(self, layer: int, expert: int, slot: int, ahead: bool = False) -> int:
-        """Begin to read an expert into the slot at an address. Returns the ticket."""
+        """Begin to read an expert into the slot at address `slot`. Returns the read's ticket."""
         records = self._records(layer)
         offset, address = records.offset(expert), _address(records, expert, slot)
         return self._reads.begin(records.file, offset, records.nbytes, address, ahead)
 
     def _read_ahead(self, moe_index: int, expert: int, slot: int) -> int:
-        """Begin to read an expert that no pass waits for yet. Returns the ticket."""
+        """Begin to read an expert that no pass waits for yet. Returns the read's ticket."""
         return self._read(self._layer_of[moe_index], expert, slot, ahead=True)
 
     def _wait(self, layer: int, expert: int, under_way: dict[int, tuple[int, int]]) -> int:
-        """The slot of an expert under way, once it has arrived."""
+        """Wait for an expert that is being read, and return its slot."""
         slot, ticket = under_way[expert]
         self._managed += self._lap()
         try:
@@ -266,7 +274,9 @@ class ExpertFetcher(CachedSource):
             self._cache.evict(self._moe_index[layer], np.array(list(under_way), dtype=np.int32))
 
     def _observe(self, moe_index: int, routing: Routing, batch: ForwardBatch) -> None:
-        """Tell the cache the gates of the texts' tokens now; keep those of draft tokens until `accept`."""
+        """Tell the cache the gates of accepted tokens now, and keep the gates of draft tokens
+        until `accept`.
+        """
         gates = routing.gates
         self._cache.observe(moe_index, gates[batch.text_rows] if batch.drafted else gates)
         if batch.drafted:
@@ -279,5 +289,7 @@ class ExpertFetcher(CachedSource):
 
 
 def _address(records: ExpertRecords, expert: int, slot: int) -> int:
-    """Address of an expert in the slot at `slot`: its offset in a page is that on flash."""
+    """The address of an expert in the slot at address `slot`. Its offset within a page is the same as on
+    flash.
+    """
     return slot + records.offset(expert) % PAGE_BYTES

@@ -1,4 +1,5 @@
-"""The sparse `NeuronSource`: selected neurons from the cache or from flash, in batches that are in memory.
+"""The sparse `NeuronSource`: provides selected neurons from the cache or from flash, in batches that are in
+memory.
 
 While one batch is multiplied, the next one's records are read. If a record can't be read, its batch's slots
 are freed: a neuron is never multiplied before all of its record has arrived.
@@ -51,7 +52,9 @@ class _Batch:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """Options of keeping and reading selected neurons. They affect the time of passes, not their results."""
+    """Options for how selected neurons are kept and read. They affect the time of passes, not
+    their results.
+    """
 
     policy: PolicyName = DEFAULT_POLICY
     """The cache's eviction policy."""
@@ -122,7 +125,9 @@ class NeuronFetcher(CachedSource):
 
     @property
     def hits(self) -> int:
-        """Neurons that were in memory when the pass came to their layer, without prefetched ones."""
+        """Number of neurons that were already in memory when the pass came to their layer. Prefetched ones
+        don't count.
+        """
         return self._cache.hits - self._prefetched_hits
 
     @property
@@ -131,7 +136,7 @@ class NeuronFetcher(CachedSource):
         return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to sum(quota) segments. Surplus ones are freed now; missing ones are made when needed."""
+        """Keep to sum(quota) segments. Surplus segments are freed now; missing ones are made when needed."""
         self._prefetcher.drop()
         self._warm_up.stop()
         self._cache.resize(sum(quota))
@@ -144,11 +149,13 @@ class NeuronFetcher(CachedSource):
                 self._cache.observe(layer, self._draft_scores[layer][accepted].astype(np.float32))
 
     def fill(self) -> bool:
-        """While the model is idle: warm the cache up a little further. False if nothing is left to do."""
+        """Do a step of idle work: warm the cache up a little further. Returns False if nothing is
+        left to do.
+        """
         return self._fill_ahead and self._warm_up.fill()
 
     def close(self) -> None:
-        """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
+        """Wait for the reads under way and free the slots. Layers then raise if they are multiplied."""
         self._prefetcher.close()
         self._warm_up.close()
         for reads in self._reads:
@@ -156,7 +163,9 @@ class NeuronFetcher(CachedSource):
         self._close_cache()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
+        """Prepare for a pass: manage the cache, and prefetch neurons of the first layer that drafting
+        selected but lacked.
+        """
         self._rate_check.end_pass()
         self._prefetcher.begin_expected()
         if len(batch.drafted) > (len(self._draft_scores[0]) if self._draft_scores else 0):
@@ -177,7 +186,7 @@ class NeuronFetcher(CachedSource):
             self._prefetcher.prefetch(layer, rows, scores)
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
-        """The layer's neurons in memory, if all are held and nothing needs their scores; else None."""
+        """The layer's neurons, if all are in memory and nothing needs their scores; otherwise None."""
         cache = self._cache
         if batch.resident_only or not cache.holds_all or not cache.holds_layer(layer):
             return None
@@ -232,7 +241,7 @@ class NeuronFetcher(CachedSource):
             self._managed += self._lap()
 
     def _resident_batch(self, layer: int, ids: Int32) -> Batches:
-        """Yields one batch with all selected neurons of a layer whose neurons are all in memory."""
+        """Yields a single batch with all selected neurons, for a layer whose neurons are all in memory."""
         self._prefetcher.arrived()
         placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
@@ -242,7 +251,9 @@ class NeuronFetcher(CachedSource):
         self._managed += self._lap()
 
     def _manage_cache(self, tokens: int) -> None:
-        """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""
+        """Prepare the cache for a pass over `tokens` tokens: divide the slots among layers, and continue
+        cache warm-up.
+        """
         self._prefetcher.next_pass()
         # A long chunk needs nearly every neuron, so neurons of warm-up would be read twice.
         is_long = tokens > PREFETCH_TOKENS
@@ -255,7 +266,9 @@ class NeuronFetcher(CachedSource):
             self._warm_up.begin()
 
     def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
-        """Tell the cache the scores of the texts' tokens now; keep those of draft tokens until `accept`."""
+        """Tell the cache the scores of accepted tokens now, and keep the scores of draft tokens until
+        `accept`.
+        """
         self._cache.observe(layer, scores[batch.text_rows] if batch.drafted else scores)
         if batch.drafted:
             with np.errstate(over="ignore"):
@@ -271,7 +284,7 @@ class NeuronFetcher(CachedSource):
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
     def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
-        """Wait for the prefetched neurons. False if a read failed: they are absent again."""
+        """Wait for the prefetched neurons. Returns False if a read failed; then they are absent again."""
         if not len(prefetched):
             return self._prefetcher.arrived()
         self._managed += self._lap()
@@ -310,7 +323,9 @@ class NeuronFetcher(CachedSource):
             self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
-        """Yields pieces of at most `batch` ids. Blocks of 64 neurons are summed as one, so never split."""
+        """Yields pieces of at most `batch` ids. A block of 64 neurons is never split, because it is summed as
+        one.
+        """
         start = 0
         while start < len(ids):
             stop = min(start + self._batch, len(ids))

@@ -1,8 +1,9 @@
 """Segments of a cache that are made before they are needed.
 
-In a virtual machine, fresh memory takes as long as flash takes to read as much, and a missing neuron would
-wait for both. So a thread makes the next segment while one is filled: in 12 GB of Qwen3-30B-A3B's shape, a
-token takes 0.86 to 0.89 of the time. A cache of experts doesn't wait either (`PooledCache.make_room`).
+In a virtual machine, getting fresh memory takes as long as reading that much from flash, and a missing neuron
+would wait for both. So a thread makes the next segment while one is filled: for a model of Qwen3-30B-A3B's
+shape in 12 GB, a token takes 0.86 to 0.89 of the time. A cache of experts doesn't wait for memory at all
+(`PooledCache.make_room`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = ["FreshSegments"]
 class FreshSegments:
     """Makes segments of `nbytes`, one of them ahead.
 
-    allocate: makes a segment; None for native memory. Only large native segments are made ahead: small ones
-    get their pages when they are written to, and MLX's memory belongs to its owner thread.
+    allocate: makes a segment; None for native memory. Only large native segments are made ahead. Small ones
+    get their pages when they are written to, and MLX's memory may be used only by its owner thread.
     """
 
     def __init__(self, nbytes: int, allocate: Callable[[int], Bytes] | None = None) -> None:
@@ -34,11 +35,11 @@ class FreshSegments:
 
     @property
     def waiting(self) -> int:
-        """Number of segments made, or being made, that nothing has taken."""
+        """Number of segments that are made, or being made, and that nobody has taken yet."""
         return int(self._next is not None)
 
     def is_ready(self) -> bool:
-        """Whether `take` wouldn't wait. Begins to make a segment if none is being made."""
+        """Whether `take` would return without waiting. Begins to make a segment if none is being made."""
         if self._maker is None:
             return True
         if self._next is None:
@@ -46,7 +47,9 @@ class FreshSegments:
         return self._next.done()
 
     def take(self, another: bool) -> Bytes:
-        """A segment, (nbytes,) uint8. another: whether one more may follow. Raises MemoryError."""
+        """A new segment, (nbytes,) uint8. another: whether one more may be needed after it. Raises
+        MemoryError.
+        """
         ready, self._next = self._next, None
         segment = ready.result() if ready else self._allocate(self._nbytes)
         if another and self._maker:

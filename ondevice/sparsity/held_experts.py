@@ -1,8 +1,8 @@
 """Experts that a backend holds layer by layer, as long as there is room for all of them.
 
-A backend on another device then needn't read routers' choices back. Once memory is taken away, experts come
-from slots until all memory has been taken: reading all experts again after every wide pass would cost more
-than it saves.
+A backend on another device then needn't read the routers' choices back. Once memory for some experts is
+lacking, all experts come from slots, until all memory is there again and stays: reading all experts again
+after every wide pass would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from ondevice.stats import PassTimes
 
 
 class HeldExperts:
-    """The neuron memory of a model with experts: its layers', or `fetcher`'s slots.
+    """The neuron memory of a model with experts: either the layers hold all experts, or `fetcher` has slots
+    for some.
 
-    Experts that layers hold count neither as lookups nor as hits.
+    Experts held by layers count neither as lookups nor as hits.
 
     Args:
-        fetcher: provides experts where layers don't hold them; owned by this object from now on.
+        fetcher: provides experts if layers don't hold them; owned by this object from now on.
         layers: the model's layers.
-        least, total: segments of slots that `fetcher` needs, and that hold all experts.
+        least, total: number of segments that `fetcher` needs to work, and number that hold all experts.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class HeldExperts:
         self._fetcher.resize([0] if held else quota)
 
     def keep_dense(self, quota: Sequence[int]) -> None:
-        """Do nothing: layers hold the neurons that aren't experts'."""
+        """Do nothing: layers hold the neurons that belong to no expert."""
 
     def fill(self) -> bool:
         return False

@@ -1,4 +1,5 @@
-"""Matrices that every token uses: in memory as far as the plan allows, the others read in order of use.
+"""Provides the matrices that every token uses: as many in memory as the plan allows, the others read in order
+of use.
 
 Units are in the order of a pass: each layer's, then the runs of the head. The first units stay in memory; the
 others are read ahead of use into slots, and copied from there into memory that units share. A pass that skips
@@ -26,7 +27,9 @@ MERGED_GAP_BYTES = 64 << 10
 
 
 class TileRun(NamedTuple):
-    """Tiles of a section of a unit's matrix, from number `first` on, `start` bytes into a piece."""
+    """Tiles of a section of a unit's matrix: the first tile's number is `first`, and it lies `start` bytes
+    into a piece.
+    """
 
     linear: int
     section: int
@@ -36,20 +39,20 @@ class TileRun(NamedTuple):
 
 
 class MatrixPiece(NamedTuple):
-    """Tile runs that are read at once."""
+    """A piece of a unit: runs of tiles that are read at once."""
 
     extent: Extent
     runs: list[TileRun]
 
 
 class MatrixStream:
-    """Owns the memory of the `linears`, one or more per unit.
+    """Owns the memory of the matrices `linears`, one or more per unit, and reads them.
 
     Once a pass needs a unit that stays, a thread fills it and those after it: so the head is read while a
     prompt's layers compute.
 
-    reader: over the bundle's files. piece_bytes: most bytes of a piece, unless a tile is longer. slot_bytes,
-    slots: of the ring through which units are read.
+    reader: opened over the bundle's files. piece_bytes: most bytes of a piece, unless a tile is longer.
+    slot_bytes, slots: size and number of the slots through which units are read.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class MatrixStream:
         return self._quota >= len(self._units)
 
     def resize(self, quota: int) -> None:
-        """Let the first `quota` units stay. Surplus ones are freed at once; passes fill missing ones."""
+        """Keep the first `quota` units in memory. Surplus units are freed at once; passes fill
+        missing ones.
+        """
         if quota == self._quota:
             return
         self._quota = quota
@@ -113,8 +118,9 @@ class MatrixStream:
             self._stop_reading()
 
     def bring(self, unit: int) -> None:
-        """Set `held` of the unit's matrices. Raises FlashReadError, MemoryError; the next call starts
-        anew."""
+        """Set `held` of the unit's matrices. Raises FlashReadError and MemoryError; the next call then starts
+        again.
+        """
         self._share()
         started, brought = time.perf_counter(), False
         try:
@@ -135,7 +141,7 @@ class MatrixStream:
             self._stop_reading()
 
     def close(self) -> None:
-        """Free all memory; the matrices then refuse to be multiplied. Idempotent."""
+        """Free all memory. Matrices then raise if they are multiplied. Idempotent."""
         self._end_fills()
         if self._filler is not None:
             self._filler.shutdown()
@@ -150,12 +156,12 @@ class MatrixStream:
 
     @property
     def _missing(self) -> list[int]:
-        """Units with a matrix that isn't in memory, ascending."""
+        """The units of which a matrix isn't in memory, ascending."""
         units = self._units.items()
         return sorted(unit for unit, linears in units if any(linear.held is None for linear in linears))
 
     def _fill(self, unit: int) -> None:
-        """Wait for a unit that stays; the thread continues with those after it."""
+        """Wait until a unit that stays in memory is filled. The thread continues with the units after it."""
         if unit not in self._fills:
             self._end_fills()
             units = [missing for missing in self._missing if unit <= missing < self._quota]
@@ -169,7 +175,7 @@ class MatrixStream:
         self._fills[unit].result()
 
     def _hold(self, unit: int, ahead: ReadAhead) -> None:
-        """Fill a unit that stays, from the next pieces of `ahead`."""
+        """Fill a unit that stays in memory, from the next pieces of `ahead`."""
         if self._fill_failed:
             raise OndeviceError("a unit before this one wasn't filled")
         self._fill_failed, linears = True, self._units[unit]
@@ -189,7 +195,7 @@ class MatrixStream:
         self._fills = {}
 
     def _read_shared(self, unit: int) -> None:
-        """Read a unit into the memory that units share."""
+        """Read a unit into the memory that all units without a place share."""
         if self._ahead is None or not self._order or self._order[0] != unit:
             missing = self._missing
             at = missing.index(unit)
@@ -216,7 +222,7 @@ class MatrixStream:
             ahead.release()
 
     def _share(self) -> None:
-        """Return the newest unit's memory to the shared memory."""
+        """Give the memory of the unit read last back to the shared memory."""
         for linear in self._newest:
             if linear.held is not None:
                 self._shared[linear.kind].append(linear.held)
@@ -228,7 +234,7 @@ class MatrixStream:
         return free.pop() if free else _new(linear)
 
     def _reading(self, units: Sequence[int]) -> ReadAhead:
-        """The ring, set to read these units cyclically."""
+        """The read-ahead, set to read these units again and again."""
         extents = [piece.extent for unit in units for piece in self._pieces[unit]]
         if self._ahead is None:
             self._ahead = ReadAhead(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
@@ -249,7 +255,7 @@ def _new(linear: StreamedLinear) -> _native.Matrix:
 
 
 def _pieces(linears: Sequence[StreamedLinear], piece_bytes: int) -> list[MatrixPiece]:
-    """The pieces of a unit, in the order of the file: neighbours are read together."""
+    """The pieces of a unit, in the order of the file. Neighbouring tiles are read together."""
     pieces: list[MatrixPiece] = []
     for index, linear in enumerate(linears):
         for section, (matrix, place) in enumerate(linear.stored):

@@ -1,4 +1,4 @@
-"""The neuron cache: slots of record size in equal segments, the neuron in each slot, and eviction.
+"""The neuron cache: equal segments of slots for one record each, which neuron is in which slot, and eviction.
 
 A policy scores neurons (`policies.py`). A layer's share of the slots follows its share of the model's best
 scores, and in each layer the best neurons keep their slots. A slot may come from any segment, so nothing ever
@@ -31,7 +31,7 @@ _NONE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 @dataclass(frozen=True)
 class Placement:
-    """Addresses of the neurons of a request: the i-th neuron's record is at addresses[i]."""
+    """Where the neurons of a request are: the record of the i-th neuron is at addresses[i]."""
 
     addresses: Addresses
     missing: NDArray[np.intp]
@@ -43,7 +43,7 @@ class NeuronCache:
 
     A neuron that is read gets a slot at once, from the reserve if its layer's share is used up.
     `evict_to_share` then evicts the neurons with the lowest scores. So at most `reserve` missing neurons may
-    get slots between two calls of it.
+    get slots between two calls of `evict_to_share`.
 
     Args:
         widths: F of each layer.
@@ -102,7 +102,7 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist. They are made when needed, or one ahead, within the quota."""
+        """Bytes of the segments that exist. Segments are made when needed, or one ahead, within the quota."""
         return (len(self._segments) + self._fresh.waiting) * self._segment_slots * self.slot_bytes
 
     @property
@@ -113,7 +113,7 @@ class NeuronCache:
     def resize(self, segments: int) -> None:
         """Set the quota of segments. Segments above it are freed at once, with the neurons in them.
 
-        No reservation may be open: its slots are being written to.
+        No reservation may be open, because its slots are being written to.
         """
         self._quota = segments
         self.holds_all = self._room >= self._slots.size
@@ -132,9 +132,10 @@ class NeuronCache:
         self._draw_shares()
 
     def divide(self, tokens: int, keep: bool = False) -> None:
-        """Divide the slots among layers anew every `DIVIDE_TOKENS` tokens. Called before each pass.
+        """Divide the slots among layers again, once every `DIVIDE_TOKENS` tokens. Called before each pass.
 
-        tokens: number of tokens in the pass. keep: don't divide now, as open reservations rely on the shares.
+        tokens: number of tokens in the pass. keep: whether to leave the shares as they are, because open
+        reservations rely on them.
         """
         self._tokens += tokens
         if self._tokens >= DIVIDE_TOKENS and not self.holds_all and not keep:
@@ -148,7 +149,7 @@ class NeuronCache:
                 self._policy.observe(layer, gates[first : first + ROWS_AT_ONCE])
 
     def acquire(self, layer: int, ids: Int32) -> Placement:
-        """Give every neuron of `ids` (n,) a slot; the missing ones must then be read into theirs.
+        """Give every neuron of `ids` (n,) a slot. Missing neurons must then be read into their slots.
 
         Raises OndeviceError if more are missing than there are slots.
         """
@@ -165,11 +166,13 @@ class NeuronCache:
         return Placement(self._address[places], missing)
 
     def places(self, layer: int) -> tuple[Int32, Addresses]:
-        """Every neuron's slot, (F,), and every slot's address. The layer must be wholly held."""
+        """The slot of every neuron, (F,), and the address of every slot. All of the layer's neurons must have
+        slots.
+        """
         return self._slot_of[layer], self._address
 
     def count(self, multiplied: int) -> None:
-        """Count neurons that have slots and are multiplied without `acquire`."""
+        """Count multiplied neurons that have slots and didn't go through `acquire`."""
         self.lookups += multiplied
         self.hits += multiplied
 
@@ -179,7 +182,9 @@ class NeuronCache:
         return self._num_free + segments * self._segment_slots >= count
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Evict the layer's neurons with the lowest scores down to its share, except those in `keep`."""
+        """Evict the layer's neurons with the lowest scores until its share isn't exceeded, but none in
+        `keep`.
+        """
         over = self._counts[layer] + self._reserved[layer] - self._shares[layer]
         if over <= 0:
             return
@@ -202,17 +207,17 @@ class NeuronCache:
         return self._counts[layer] == self._widths[layer]
 
     def held(self, layer: int, ids: Int32) -> Int32:
-        """The ids among `ids` whose neurons have slots."""
+        """Those of `ids` whose neurons have slots."""
         held: Int32 = ids[self._slot_of[layer][ids] >= 0]
         return held
 
     def without_slot(self, layer: int, ids: Int32) -> list[int]:
-        """The ids among `ids` whose neurons have no slots."""
+        """Those of `ids` whose neurons have no slots."""
         slots = self._slot_of[layer][ids].tolist()
         return [neuron for neuron, slot in zip(ids.tolist(), slots, strict=True) if slot < 0]
 
     def find(self, layer: int, ids: Int32) -> dict[int, int]:
-        """The address of each neuron of `ids` that has a slot. Counts these as lookups."""
+        """The address of each neuron in `ids` that has a slot. Counts these neurons as lookups."""
         slots, address = self._slot_of[layer][ids].tolist(), self._address
         pairs = zip(ids.tolist(), slots, strict=True)
         addresses = {neuron: int(address[slot]) for neuron, slot in pairs if slot >= 0}
@@ -220,7 +225,9 @@ class NeuronCache:
         return addresses
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:
-        """Addresses of neurons that have slots. Not counted as lookups: drafting uses it."""
+        """The addresses of neurons that have slots. They don't count as lookups, because drafting asks for
+        them.
+        """
         places: Addresses = self._address[self._slot_of[layer][ids]]
         return places
 
@@ -229,7 +236,9 @@ class NeuronCache:
         return np.flatnonzero(self._slot_of[layer] < 0)
 
     def likeliest(self, layer: int, most: int) -> Int32:
-        """Ascending ids of the likeliest absent neurons: at most `most`, within the layer's share."""
+        """Ascending ids of the likeliest absent neurons: at most `most`, and no more than the layer's share
+        allows.
+        """
         spare = min(most, self._shares[layer] - self._counts[layer] - self._reserved[layer])
         if spare <= 0:
             return np.zeros(0, dtype=np.int32)
@@ -240,7 +249,7 @@ class NeuronCache:
         return absent.astype(np.int32)
 
     def reserve(self, layer: int, count: int) -> tuple[Int32, Addresses]:
-        """Reserve slots for `count` absent neurons of a layer. Returns the slots and their addresses.
+        """Reserve slots for at most `count` absent neurons of a layer. Returns the slots and their addresses.
 
         The neurons stay absent until `commit`. Slots beyond the layer's share come from the reserve.
         """
@@ -249,7 +258,7 @@ class NeuronCache:
         return slots, self._address[slots]
 
     def commit(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
-        """Give the neurons of a reservation that are still absent their reserved slots.
+        """Give reserved slots to those neurons of a reservation that are still absent.
 
         Returns their ids, and the slots of the other neurons. These slots stay reserved: `release` them once
         nothing writes to them any more.
@@ -285,8 +294,8 @@ class NeuronCache:
     def _draw_shares(self) -> None:
         """Set each layer's share of slots to its share of the model's best scores.
 
-        Shares from calibrated miss-rate curves give the same hit rate, in small caches 0.3 points less
-        (tests/benchmarks/explain/cache_hit_rates.py).
+        Shares from calibrated miss-rate curves would give the same hit rate, and 0.3 points less in small
+        caches (tests/benchmarks/explain/cache_hit_rates.py).
         """
         widths, layers = np.array(self._widths), len(self._widths)
         self._tokens = 0

@@ -34,23 +34,27 @@ GATE_WEIGHT = 0.3
 
 
 class Policy(Protocol):
-    """Scores for one model's neurons, layer by layer."""
+    """Gives scores to one model's neurons, layer by layer."""
 
     def observe(self, layer: int, gates: Float32) -> None:
-        """Learn from gates (T, F), products before the activation, of the tokens after those seen so far."""
+        """Learn from the gates (T, F) of the tokens after those seen so far. Gates are products before the
+        activation.
+        """
         ...
 
     def scores(self, layer: int) -> Float32:
-        """(F,) scores: the higher, the likelier to fire again. Neurons with -inf are evicted first."""
+        """The scores of a layer's neurons, (F,): the higher, the likelier to fire again. Those with -inf are
+        evicted first.
+        """
         ...
 
     def fit(self, slots: int) -> None:
-        """Adapt to the number of slots of the whole model; called when slots are divided."""
+        """Adapt to the number of slots of all layers together. Called when slots are divided."""
         ...
 
 
 class Recency:
-    """Evicts the least recently used neuron first."""
+    """Keeps the neurons that were used most recently."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._used = [np.full(neurons, -np.inf, dtype=np.float32) for neurons in widths]
@@ -68,15 +72,16 @@ class Recency:
         return used
 
     def fit(self, slots: int) -> None:
-        """Recency doesn't depend on the number of slots."""
+        """Do nothing: recency doesn't depend on the number of slots."""
 
 
 class Window(Recency):
-    """Keeps the neurons that the last k tokens used: the rule of "LLM in a flash" (arXiv 2312.11514, 3.1).
+    """Keeps the neurons that the last k tokens used, which is the rule of "LLM in a flash" (arXiv 2312.11514,
+    3.1).
 
-    k is the largest window that fits, or 1, so it shrinks under memory pressure. The cost of flash doesn't
-    matter, as a smaller window saves no read and may cause some. The paper drops neurons outside the window
-    at once. Here they keep their slots until these are needed, and are evicted first, in no order.
+    k is the largest window that fits, or 1, so it shrinks under memory pressure. A smaller window would save
+    no reads, and might cause some. The paper drops neurons outside the window at once. Here they keep their
+    slots until these are needed, and are evicted first, in no order.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -98,7 +103,9 @@ class Window(Recency):
 
 
 class Frequency:
-    """A decayed count of how often a neuron fired. It starts at each layer's `frequencies` (F,), if known."""
+    """Keeps the neurons that fired most often, by a decayed count. It starts at each layer's `frequencies`
+    (F,), if known.
+    """
 
     def __init__(self, widths: Sequence[int], frequencies: Sequence[Float32] | None = None) -> None:
         self._fired = known_frequencies(widths, frequencies)
@@ -111,11 +118,12 @@ class Frequency:
         return scores
 
     def fit(self, slots: int) -> None:
-        """Counts don't depend on the number of slots."""
+        """Do nothing: counts don't depend on the number of slots."""
 
 
 class GateScore:
-    """A score of how often a neuron fired over many tokens, plus how near its gate recently came to firing.
+    """Keeps neurons by a score: how often a neuron fired over many tokens, plus how near its gate recently
+    came to firing.
 
     A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
     layer's root mean square, so a score means the same in every layer and model. The slow count starts at
@@ -139,7 +147,7 @@ class GateScore:
         return scores
 
     def fit(self, slots: int) -> None:
-        """Scores don't depend on the number of slots."""
+        """Do nothing: scores don't depend on the number of slots."""
 
 
 def make_policy(
@@ -160,18 +168,20 @@ def make_policy(
 
 
 def fires(gates: Float32) -> np.ndarray:
-    """Whether each gate or score is above zero or NaN: booleans of the same shape."""
+    """Whether each gate or score is above zero or NaN, as booleans of the same shape."""
     return ~(gates <= 0)
 
 
 def selected(scores: Float32) -> Int32:
-    """Ascending ids of the neurons that any token of scores (T, F) selects."""
+    """Ascending ids of the neurons that at least one token of scores (T, F) selects."""
     ids = np.empty(scores.shape[1], dtype=np.int32)
     return ids[: _native.select(scores, ids)]
 
 
 def known_frequencies(widths: Sequence[int], frequencies: Sequence[Float32] | None) -> list[Float32]:
-    """Each layer's frequencies as new arrays, zeros if unknown. Raises ValueError for other shapes."""
+    """Each layer's frequencies in new arrays, zeros if they aren't known. Raises ValueError for
+    wrong shapes.
+    """
     if frequencies is None:
         return [np.zeros(neurons, dtype=np.float32) for neurons in widths]
     given = [len(shares) for shares in frequencies]

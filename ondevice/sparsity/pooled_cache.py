@@ -1,4 +1,4 @@
-"""A neuron cache for experts, whose slots belong to no layer: the experts worth least are evicted.
+"""A neuron cache for experts. Slots belong to no layer: the experts of the least worth are evicted.
 
 An expert's worth depends on how soon its layer comes again, which layers' shares can't express.
 """
@@ -22,12 +22,12 @@ class PoolPolicy(Policy, Protocol):
     """A policy whose scores can be compared across layers."""
 
     def pool_scores(self, layer: int) -> Float32:
-        """(N,) worth of a slot for each neuron of all layers, once `layer` has been computed."""
+        """The worth of a slot for each neuron of all layers, (N,), once `layer` has been computed."""
         ...
 
 
 class PooledCache(NeuronCache):
-    """A `NeuronCache` without shares: `evict_to_share` keeps all layers together to the room there is."""
+    """A `NeuronCache` without shares: `evict_to_share` evicts until all layers together fit into the room."""
 
     def __init__(
         self,
@@ -43,14 +43,16 @@ class PooledCache(NeuronCache):
         self._pool_policy = policy
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Evict the neurons worth least once `layer` has been computed, except the layer's in `keep`."""
+        """Evict the neurons of the least worth once `layer` has been computed, but none of the layer's
+        neurons in `keep`.
+        """
         if self._spare < 0:
             self._evict_least(-self._spare, layer, keep)
 
     def has_room(self, count: int) -> bool:
         """Whether `count` more neurons can get slots now, without waiting for memory from the system.
 
-        Memory is waited for if all neurons have room, or if there are fewer slots than the reserve.
+        It does wait for memory if all neurons have room, or if there are fewer slots than the reserve needs.
         """
         if self.holds_all or len(self._owner) < self._reserve:
             return super().has_room(count)
@@ -59,16 +61,18 @@ class PooledCache(NeuronCache):
         return self._num_free >= count
 
     def make_room(self, count: int, layer: int, keep: Int32) -> bool:
-        """Evict others, except the layer's in `keep`, for `count` missing neurons. False if none gets a
-        slot."""
+        """Evict other neurons, but none of the layer's in `keep`, for `count` missing ones. Returns False if
+        none gets a slot.
+        """
         self.evict_for(count, layer, keep)
         return self.has_room(1) or super().has_room(1)
 
     def evict_for(self, count: int, layer: int, keep: Int32) -> None:
-        """Evict neurons above the room, and more for `count` neurons if their memory isn't there yet.
+        """Evict neurons that exceed the room, and more for `count` neurons if memory for these doesn't exist
+        yet.
 
-        Those of the layer in `keep` stay. In a virtual machine flash brings evicted neurons again sooner than
-        the system gives fresh memory.
+        The layer's neurons in `keep` stay. In a virtual machine, reading evicted neurons from flash again is
+        faster than getting fresh memory from the system.
         """
         self.evict_to_share(layer, keep)
         if len(self._segments) < self._quota and not self.has_room(count):
@@ -87,13 +91,16 @@ class PooledCache(NeuronCache):
             self._counts[other] -= 1
 
     def likeliest(self, layer: int, most: int) -> Int32:
-        """Ascending ids of the likeliest absent neurons: at most `most`, within the room left."""
+        """Ascending ids of the likeliest absent neurons: at most `most`, and no more than the remaining room
+        allows.
+        """
         return super().likeliest(layer, min(most, self._spare))
 
     def likeliest_of_all(self, most: int) -> list[tuple[int, int]]:
-        """Up to `most` absent neurons worth most, within the room left: pairs of layer and id, best first.
+        """Up to `most` absent neurons of the highest worth that fit into the remaining room: pairs of layer
+        and id, best first.
 
-        Equal ones are in the order of layers.
+        Neurons of equal worth are in the order of layers.
         """
         absent = np.flatnonzero(self._slots < 0)
         worth = self._pool_policy.pool_scores(len(self._widths) - 1)[absent]
@@ -104,7 +111,9 @@ class PooledCache(NeuronCache):
 
     @property
     def _spare(self) -> int:
-        """Slots left of the room; negative if more neurons are held. Reserved slots belong to the reserve."""
+        """Number of slots left in the room; negative if more neurons are held. Reserved slots count to the
+        reserve.
+        """
         return self._room - sum(self._counts)
 
     def _draw_shares(self) -> None:

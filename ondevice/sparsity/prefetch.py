@@ -1,4 +1,4 @@
-"""Prefetch: reads of the next layer's neurons, chosen by the input of this layer's feed-forward.
+"""Prefetch: reads neurons of the next layer, chosen by the input of this layer's feed-forward.
 
 The residual stream changes little from one layer to the next (Deja Vu, arXiv 2310.17157), so the next layer's
 gate or predictor, applied to the current stream, predicts most of its selection. The highest-scoring absent
@@ -37,7 +37,7 @@ BACK_OFF_PASSES = 120
 
 @dataclass(frozen=True)
 class PrefetchQuality:
-    """Gain and cost of prefetching so far. Neurons are counted once per pass and layer."""
+    """How much prefetching has gained and cost so far. Neurons are counted once per pass and layer."""
 
     begun: int = 0
     """Neurons whose prefetch began."""
@@ -54,14 +54,16 @@ class PrefetchQuality:
 
 @dataclass
 class _Prefetch:
-    """One layer's reservation and its reads. read: once halted, the number of leading neurons that arrive."""
+    """The reservation of one layer, and its reads. read: number of its first neurons that will arrive, once
+    it is halted.
+    """
 
     reservation: Reservation
     reads: ReservedReads
     read: int | None = None
 
     def halt(self) -> int:
-        """Begin no more reads. Returns the number of neurons read or being read."""
+        """Begin no more reads. Returns the number of neurons that are read or being read."""
         if self.read is None:
             self.read = self.reads.halt()
         return self.read
@@ -141,23 +143,25 @@ class Prefetcher:
         self._chosen_seconds += time.perf_counter() - started
 
     def awaits(self, layer: int) -> bool:
-        """Whether neurons of the layer that is about to be computed are being prefetched."""
+        """Whether neurons are being prefetched for the layer that is about to be computed."""
         return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
-        """Note the scores (T, F) of drafting: the next pass likely needs the neurons above zero."""
+        """Record the scores (T, F) of drafting: the next pass will probably need the neurons with a score
+        above zero.
+        """
         highest, before = scores.max(axis=0), self._expected.get(layer)
         self._expected[layer] = highest if before is None else np.maximum(highest, before)
 
     def begin_expected(self) -> None:
-        """Before a pass: prefetch the first layer's neurons that drafting selected."""
+        """Prefetch the first layer's neurons that drafting selected. Called before a pass."""
         if 0 in self._expected:
             self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def commit(self, layer: int) -> Int32:
         """Give the layer's prefetched neurons their slots, and return their ids.
 
-        They count as held from now on. `arrived` must return True before one of them is multiplied.
+        They count as held from now on, but `arrived` must return True before one of them is multiplied.
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
@@ -170,7 +174,9 @@ class Prefetcher:
         return ids
 
     def arrived(self) -> bool:
-        """Wait for the committed neurons. False if a read failed: all of them are then absent again."""
+        """Wait for the committed neurons. Returns False if a read failed; then all of them are
+        absent again.
+        """
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return True
@@ -200,7 +206,9 @@ class Prefetcher:
         self._chosen_seconds = 0.0
 
     def next_pass(self) -> None:
-        """Before a pass: every so often, compare prefetch's cost with the reading time that it hid."""
+        """Compare, every so often, the cost of prefetch with the reading time that it hid. Called before each
+        pass.
+        """
         self._passes += 1
         if self._passes < (TRIAL_PASSES if self._on else BACK_OFF_PASSES):
             return
@@ -227,7 +235,7 @@ class Prefetcher:
             reads.close()
 
     def _likeliest(self, layer: int, scores: Float32) -> Int32:
-        """Ascending ids of the absent neurons with the highest scores above zero, at most `most`."""
+        """Ascending ids of absent neurons: those with the highest scores above zero, at most `most`."""
         ids = self._cache.absent(layer)
         ids = ids[fires(scores[ids])]
         if len(ids) > self._most:
@@ -248,7 +256,7 @@ class Prefetcher:
             self._cache.release(prefetch.reservation.layer, prefetch.reservation.slots)
 
     def _ends(self, prefetch: _Prefetch) -> bool:
-        """Wait for the reads that have begun. False if one failed."""
+        """Wait for the reads that have begun. Returns False if one failed."""
         try:
             return prefetch.reads.ends()
         finally:

@@ -1,4 +1,4 @@
-"""Reads of one batch of neurons into its slots: full records, or each of their parts by itself."""
+"""Reads one batch of neurons into their slots: full records, or some of their parts separately."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ class Parts:
 
 
 def one_by_one(parts: Parts, part_bytes: Sequence[int]) -> list[Parts]:
-    """Each of `parts` by itself, at the same place in a slot. part_bytes: size of every part of a record."""
+    """The `parts` one by one, each at the same place in a slot as before. part_bytes: size of every part of a
+    record.
+    """
     indices = range(parts.first, parts.first + parts.count)
     return [Parts(part, 1, parts.offset + sum(part_bytes[parts.first : part])) for part in indices]
 
 
 class RecordReads:
-    """The reads of one batch of records at a time, for a pass that waits for them.
+    """Reads one batch of records at a time, for a pass that waits for it.
 
-    groups: each is read by itself. gap_bytes: records with at most this many bytes between them are one read.
+    groups: groups of parts, each of which is read separately. gap_bytes: records with at most this many bytes
+    between them are one read.
     """
 
     def __init__(self, reader: FlashReader, groups: Sequence[Parts], gap_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Hit rates of a cache of any size and policy, by running recorded gates through the runtime's cache.
+"""Computes hit rates of a cache of any size and policy, by running recorded gates through the runtime's
+cache.
 
 Legend: T tokens, F neurons of a layer. Gates are (T, F) for each layer, all of the same tokens.
 """
@@ -29,9 +30,9 @@ def hit_rate(
     Args:
         gates: recorded gates of each layer.
         policy: the cache's policy.
-        slots: slots of the cache, for all layers together.
+        slots: number of the cache's slots, for all layers together.
         warm_up: index of the first token that is counted.
-        equal: give every layer the same share of slots, where the runtime divides them by score.
+        equal: whether every layer gets the same share of slots; the runtime divides them by score.
     """
     hits = lookups = 0
     for group in _groups(len(gates), equal):
@@ -62,12 +63,12 @@ def run_through(cache: NeuronCache, gates: Sequence[Float32], warm_up: int) -> N
 
 
 def expert_hit_rate(chosen: NDArray[np.integer], experts: int, size: int, warm_up: int) -> float:
-    """Share of lookups that find their expert in the runtime's cache of experts, from 0 to 1.
+    """The share of lookups that the runtime's cache of experts serves, from 0 to 1.
 
     Args:
         chosen: (T, L, k) experts of each layer that each token chose, all different.
-        experts: of each layer.
-        size: experts that the cache keeps, of all layers together.
+        experts: number of experts of each layer.
+        size: number of experts that the cache keeps, of all layers together.
         warm_up: index of the first token that is counted.
     """
     tokens, layers, k = chosen.shape
@@ -94,8 +95,8 @@ def expert_hit_rate(chosen: NDArray[np.integer], experts: int, size: int, warm_u
 class Optimum:
     """The upper bound of all policies: a cache that keeps the neurons that fire again soonest (Belady).
 
-    A step is one token's pass through one layer. The cache is represented by the number of its neurons that
-    fire next at each step: which ones doesn't matter.
+    A step is one token's pass through one layer. The cache is represented by how many of its neurons fire
+    next at each step. Which ones doesn't matter.
     """
 
     def __init__(self, gates: Sequence[Float32], warm_up: int, equal: bool = False) -> None:
@@ -113,7 +114,9 @@ class Optimum:
 
 
 class _Schedule:
-    """Layers that share slots: for the neurons that fire in each step, the steps of their next firing."""
+    """The layers of one group that shares slots. For the neurons that fire in each step, it has the steps of
+    their next firing.
+    """
 
     def __init__(self, gates: Sequence[Float32], group: Sequence[int], warm_up: int) -> None:
         self.layers = group
@@ -159,9 +162,9 @@ _NONE = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int) -> int:
-    """Evict the neurons that fire last until `slots` are held; returns the number held.
+    """Evict the neurons that will fire last until `slots` are held. Returns the number held.
 
-    farthest: a heap of negated steps; some may hold no neurons any more.
+    farthest: a heap of negated steps; some of these may have no neurons left.
     """
     while count > slots:
         step = -farthest[0]
@@ -174,11 +177,11 @@ def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int
 
 
 def _room(gates: Sequence[Float32], group: Sequence[int], slots: int) -> int:
-    """Slots that a group of layers has of `slots` slots, by its share of all neurons."""
+    """The number of slots that a group of layers gets out of `slots`, by its share of all neurons."""
     widths: list[int] = [layer.shape[1] for layer in gates]
     return slots * sum(widths[layer] for layer in group) // sum(widths)
 
 
 def _groups(layers: int, equal: bool) -> list[list[int]]:
-    """Groups of layers that share slots."""
+    """The groups of layers that share slots: each layer alone if `equal`, otherwise all together."""
     return [[layer] for layer in range(layers)] if equal else [list(range(layers))]

@@ -25,7 +25,7 @@ class Reservation:
 
 
 class ReservedReads:
-    """The reads of one reservation at a time, at a lower priority than those that a pass waits for.
+    """Reads one reservation at a time, with a lower priority than reads that a pass waits for.
 
     parts: the parts of each record that are read. gap_bytes: records with at most this many bytes between
     them are one read.
@@ -38,7 +38,9 @@ class ReservedReads:
         self._gap_bytes = gap_bytes
 
     def begin(self, file: int, layer: int, ids: Int32) -> Reservation | None:
-        """Reserve slots for absent neurons of a layer and begin to read them. None if there is no memory."""
+        """Reserve slots for absent neurons of a layer and begin to read them. Returns None if there is no
+        memory.
+        """
         try:
             slots, addresses = self._cache.reserve(layer, len(ids))
         except MemoryError as error:
@@ -54,15 +56,17 @@ class ReservedReads:
         return Reservation(layer, ids, slots)
 
     def done(self) -> bool:
-        """Whether all reads have ended, so that `ends` doesn't wait."""
+        """Whether all reads have ended, so that `ends` returns without waiting."""
         return self._reads.done()
 
     def halt(self) -> int:
-        """Begin no more reads. Returns the number of neurons, from the first on, read or being read."""
+        """Begin no more reads. Returns how many of the first neurons are read or being read."""
         return self._reads.halt()
 
     def ends(self) -> bool:
-        """Wait for the reads that have begun; no slot is written to after that. False if one failed."""
+        """Wait for the reads that have begun; afterwards no slot is written to. Returns False if a read
+        failed.
+        """
         try:
             self._reads.finish()
         except FlashReadError as error:

@@ -1,14 +1,16 @@
-"""The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
+"""The dense `NeuronSource`: layers hold segments of neurons up to a quota, and all other neurons come from
+flash.
 
-A segment is a contiguous range of one layer's neurons, as its backend multiplies them; a layer's segments are
-a prefix of its neurons. After them, a layer of slices may hold high planes alone: of such slices a pass reads
-the low planes. Every pass reads all other neurons from flash, in stored order and ahead of use. The memory
-plan decides the number of segments; the pool owns them.
+A segment is a contiguous range of one layer's neurons, in the form that the backend multiplies. A layer's
+segments hold its first neurons. Of the slices after them, a layer may hold only the high planes: then a pass
+reads only their low planes. Every pass reads all other neurons from flash, in stored order and ahead of use.
+The memory plan decides the number of segments; the pool owns them.
 
-Passes fill the segments with neurons that they read anyway. A thread of the pool gets the memory for them
-from the operating system, and they wait for it. Segments that come and go one by one are separate mappings. A
-layer's high planes lie in one, and so do all of its segments where it may hold them all: large pages, which
-the system gives to large mappings alone, are multiplied 1.05 times as fast.
+Passes fill the segments with neurons that they read anyway. A thread of the pool gets memory for the segments
+from the operating system, and passes wait for it. Segments that are made and freed one by one are separate
+mappings. A layer's high planes are in one mapping, and so are all of its segments if it may hold all of its
+neurons: the system gives large pages only to large mappings, and neurons in them are multiplied 1.05 times as
+fast.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ class SegmentPiece(NamedTuple):
 
 
 class LayerQuota(NamedTuple):
-    """The numbers of segments, and of high planes after them, that a layer may hold."""
+    """How many segments a layer may hold, and how many high planes after them."""
 
     segments: int
     high_planes: int
 
     @staticmethod
     def of(layer: FeedForwardLayer, count: int) -> LayerQuota:
-        """A layer's quota from `count`, which counts each plane of a segment (as `SegmentShape`)."""
+        """A layer's quota, given `count`, in which each plane of a segment counts (as in `SegmentShape`)."""
         if not layer.high_bytes:
             return LayerQuota(count, 0)
         segments = max(0, count - layer.num_segments)
@@ -66,21 +68,21 @@ class LayerQuota(NamedTuple):
 
 
 class SegmentKind(NamedTuple):
-    """A layer's segments, or its high planes."""
+    """Which kind of segments: the segments of a layer, or its high planes."""
 
     layer: int
     are_planes: bool
 
 
 class RequestedSegments(NamedTuple):
-    """Segments that a thread makes together."""
+    """Segments that the pool's thread makes together."""
 
     segments: int
     memory: Future[list[Segment]]
 
 
 class SegmentPool(NeuronSource):
-    """Allocates segments to layers, and reads the neurons without one.
+    """Allocates segments to layers, and reads the neurons that have no segment.
 
     Args:
         layers: the model's layers, in order; each gets this object as its `neurons`.
@@ -151,23 +153,23 @@ class SegmentPool(NeuronSource):
 
     @property
     def times(self) -> PassTimes:
-        """Waiting time only, as segments are filled while passes compute."""
+        """Seconds of waiting only, because segments are filled while passes compute."""
         return PassTimes(waited=self._waited)
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """All zeros: dense mode reads every neuron, and prefetches none."""
+        """All zeros, because dense mode reads every neuron and prefetches none."""
         return PrefetchQuality()
 
     def fill(self) -> bool:
-        """Nothing to do while idle: passes fill the segments. Returns False."""
+        """Return False: there is no idle work, because passes fill the segments."""
         return False
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones.
+        """Let layer i hold quota[i] segments. Surplus segments are freed at once; passes fill missing ones.
 
-        Segments, or high planes, that were made together are freed together. Where a layer's number of
-        segments changes, its high planes are freed too.
+        Segments, or high planes, that were made together are freed together. If a layer's number of segments
+        changes, its high planes are freed too.
         """
         before = self._quota
         self._quota = [LayerQuota.of(layer, count) for layer, count in zip(self._layers, quota, strict=True)]
@@ -187,7 +189,7 @@ class SegmentPool(NeuronSource):
     def hold(self, cancelled: IsCancelled = never_cancelled) -> bool:
         """Fill the quota now, before any pass. Raises FlashReadError, MemoryError.
 
-        Returns False if `cancelled()`, checked before each piece, is true; `close` is still due.
+        Returns False if `cancelled()` holds before some piece. `close` must still be called then.
         """
         for layer, (count, _) in zip(self._layers, self._quota, strict=True):
             while len(layer.segments) < min(count, layer.num_segments):
@@ -206,7 +208,7 @@ class SegmentPool(NeuronSource):
         """Do nothing: there are no experts."""
 
     def close(self) -> None:
-        """Free the buffers, the segments and the thread. The layers then refuse to be multiplied."""
+        """Free the buffers and the segments, and end the thread. Layers then raise if they are multiplied."""
         self._stop_reading()
         self._quota = [LayerQuota(0, 0)] * len(self._layers)
         self._complete = False
@@ -223,7 +225,9 @@ class SegmentPool(NeuronSource):
 
     @staticmethod
     def _made_together(layer: FeedForwardLayer, allowed: int) -> int:
-        """Number of a layer's next segments, of `allowed` ones in all, that are made together."""
+        """Number of a layer's next segments that are made together, if the layer may hold `allowed` segments
+        in all.
+        """
         may_hold_all = allowed >= layer.num_segments > len(layer.segments)
         return layer.num_segments - len(layer.segments) if layer.shares_mappings and may_hold_all else 1
 
@@ -237,7 +241,8 @@ class SegmentPool(NeuronSource):
         return self._layers[kind.layer].high_bytes if kind.are_planes else self._segment_bytes[kind.layer]
 
     def _missing(self, start: int) -> Iterator[tuple[SegmentKind, int]]:
-        """Yields which segments wait nowhere yet: of what kind, and how many of them are made together.
+        """Yields the segments that the quota allows but that aren't requested yet: their kind, and how many
+        are made together.
 
         They come in the order in which passes fill them, from layer `start` on.
         """
@@ -255,7 +260,7 @@ class SegmentPool(NeuronSource):
                 yield kind, together
 
     def _request_ahead(self, start: int) -> None:
-        """Request memory for the next segments that passes fill, from layer `start` on."""
+        """Request memory for the next segments that passes will fill, from layer `start` on."""
         ahead = sum(map(self._waiting, self._requested.keys() | self._empty.keys()))
         for kind, count in self._missing(start):
             if ahead >= SEGMENTS_AHEAD or not self._request(kind, count):
@@ -263,7 +268,7 @@ class SegmentPool(NeuronSource):
             ahead += count
 
     def _request(self, kind: SegmentKind, count: int) -> bool:
-        """Request memory for `count` segments of a kind. Returns False if there is no thread for it."""
+        """Request memory for `count` segments of a kind. Returns False if no thread can be started for it."""
         if self._allocator is None:
             self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
         make = self._layers[kind.layer].new_segments
@@ -278,7 +283,7 @@ class SegmentPool(NeuronSource):
         return True
 
     def _drop_empty(self, layer: int) -> None:
-        """Drop a layer's empty segments, and those not made yet."""
+        """Drop a layer's empty segments, and those that aren't made yet."""
         for kind in (SegmentKind(layer, are_planes=False), SegmentKind(layer, are_planes=True)):
             self._empty.pop(kind, None)
             for requested in self._requested.pop(kind, ()):
@@ -315,11 +320,13 @@ class SegmentPool(NeuronSource):
             self._pieces.append(pieces)
 
     def _held_segments(self) -> list[tuple[int, int]]:
-        """The numbers of segments and of high planes in memory, layer by layer."""
+        """The numbers of segments and of high planes in memory, for each layer."""
         return [(len(layer.segments), len(layer.high_planes)) for layer in self._layers]
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
-        """A layer's neurons that aren't resident: records, segments just filled, or planes."""
+        """Yields a layer's neurons that aren't resident: records, segments that were just filled,
+        or planes.
+        """
         if batch.resident_only:
             return ()
         held = self._layers[layer]
@@ -418,7 +425,7 @@ class SegmentPool(NeuronSource):
             self._stop_reading()
 
     def _reading_at(self, index: int) -> ReadAhead:
-        """The read-ahead, positioned at a layer's first piece."""
+        """The read-ahead, positioned at the first piece of a layer."""
         if self._ahead is None or not self._pieces:
             self._schedule()
             extents = [piece.extent for pieces in self._pieces for piece in pieces]
@@ -440,7 +447,7 @@ class SegmentPool(NeuronSource):
         return self._ahead
 
     def _forget_held(self) -> None:
-        """Wait until no computation uses the buffers, which reads are about to overwrite."""
+        """Wait until no computation uses the buffers that reads are about to overwrite."""
         self._held.append(self._memory.take_pending())
         while self._held:
             self._memory.wait(self._held.popleft())
@@ -454,7 +461,7 @@ def _extent(layer: FeedForwardLayer, first: int, stop: int, skipped_bytes: int) 
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
-    """Pack a piece into a segment. False if the system has no memory for it."""
+    """Pack a piece into a segment. Returns False if the system has no memory for it."""
     try:
         layer.pack(filling, segment, first, records)
     except MemoryError as error:

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens are verified together, so the same text takes fewer passes."""
+"""Speculative decoding: draft tokens are verified together, so the same text takes fewer forward passes."""

@@ -1,6 +1,6 @@
-"""Back-off: decides by measured speed whether to draft at all, with drafts against plain decoding.
+"""Back-off: decides by measured speed whether drafting pays, compared with plain decoding.
 
-Drafts that lose end within a few tokens. They are tried again after a back-off, which doubles while trials
+Drafting that loses ends within a few tokens. It is tried again after a back-off, which doubles while trials
 keep losing.
 """
 
@@ -35,7 +35,7 @@ Without it, drafts that win are given up by chance: text is 6 % slower in the me
 
 
 class Rate:
-    """Tokens per second, decayed with every pass."""
+    """A rate in tokens per second, as a mean that is decayed with every pass."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
@@ -59,7 +59,7 @@ class Rate:
 
 
 class BackOff:
-    """The state of drafting: backing off, on trial, or neither."""
+    """The state of drafting: backing off, on trial, or neither of these."""
 
     def __init__(self) -> None:
         self._plain = Rate(decay=0.9)
@@ -84,7 +84,7 @@ class BackOff:
 
     @property
     def is_active(self) -> bool:
-        """Whether the next passes go without a draft."""
+        """Whether drafting is backing off, so that the next passes have no draft."""
         return self._left > 0
 
     @property
@@ -93,7 +93,7 @@ class BackOff:
         return not self.is_active and self._in_a_row < self._plain_every
 
     def record_plain(self, seconds: float) -> None:
-        """Record a pass without a draft, which gave a text one token in `seconds`."""
+        """Record a pass without a draft, which took `seconds` and gave a text one token."""
         if not self.allows_draft and not self.is_active:
             self._plain_every = min(2 * self._plain_every, PLAIN_EVERY)
         self._plain.record(1, seconds)
@@ -110,7 +110,7 @@ class BackOff:
             rate.rescale(factor)
 
     def record_draft(self, tokens: float, seconds: float) -> None:
-        """Record a pass with a draft, which gave a text `tokens` in `seconds`, drafting included."""
+        """Record a pass with a draft, which took `seconds`, including drafting, and gave a text `tokens`."""
         self._in_a_row += 1
         self._drafts += 1
         self._slow.record(tokens, seconds)

@@ -40,14 +40,16 @@ MAX_RANKED = 8
 
 @dataclass(frozen=True, eq=False)
 class Continuations:
-    """What followed a context of `length` tokens: sorted rows (k, W - length), their counts (k,)."""
+    """What followed a context of `length` tokens: the continuations as sorted rows (k, W - length), and their
+    counts (k,).
+    """
 
     length: int
     tokens: Words
     counts: NDArray[np.int64]
 
     def after(self, path: Sequence[int]) -> Continuations | None:
-        """The continuations of the context and `path`; None if there are none."""
+        """The continuations of the context followed by `path`; None if there are none."""
         tokens, first, end = self.tokens, 0, len(self.counts)
         if len(path) >= tokens.shape[1]:
             return None
@@ -60,7 +62,7 @@ class Continuations:
         return Continuations(self.length + len(path), tokens[first:end, len(path) :], self.counts[first:end])
 
     def next_tokens(self) -> tuple[list[int], list[int], int]:
-        """The next tokens, most frequent first, with the count of each, and the context's count."""
+        """The next tokens, most frequent first, the count of each, and the count of the context."""
         column = self.tokens[:, 0]
         firsts = np.concatenate([[0], np.flatnonzero(column[1:] != column[:-1]) + 1])
         sums = np.add.reduceat(self.counts, firsts)
@@ -72,7 +74,7 @@ class Continuations:
 
 
 class Datastore:
-    """An open `ngrams.safetensors`. It belongs to one thread."""
+    """An open `ngrams.safetensors`. Only one thread may use it."""
 
     def __init__(
         self, file: CheckedFile, ngrams: Ngrams, vocab_size: int, io: Literal["auto", "direct", "buffered"]
@@ -87,7 +89,7 @@ class Datastore:
             undo.pop_all()
 
     def lookup(self, text: Sequence[int]) -> list[Continuations]:
-        """The continuations of each context that ends `text` and occurs, longest context first.
+        """The continuations of each context that ends `text` and is in the datastore, longest context first.
 
         Raises FlashReadError for damage, BundleError for tokens that the model doesn't have.
         """
@@ -120,7 +122,7 @@ class Datastore:
         return Continuations(length, tokens, counts)
 
     def _span(self, context: Words) -> range:
-        """The pages that hold all rows that begin with `context`."""
+        """The range of pages that hold all rows that begin with `context`."""
         key = _key(context, NO_TOKEN)
         at = int(np.searchsorted(self._frequent, key))
         if at < len(self._frequent) and self._frequent[at] == key:
@@ -130,7 +132,7 @@ class Datastore:
         return range(first, min(last, first + MAX_SPAN - 1) + 1)
 
     def _keys(self, name: str) -> NDArray[np.bytes_]:
-        """The rows of an index tensor as byte strings in the same order. Raises BundleError."""
+        """The rows of an index tensor as byte strings that sort in the same order. Raises BundleError."""
         tensors = ngrams_tensors(self._ngrams.pages, self._ngrams.frequent)
         span = tensor_spans(NGRAMS, tensors)[name]
         data = self._reader.read(0, span.offset, span.nbytes)
@@ -141,7 +143,7 @@ class Datastore:
 
 
 def _key(context: Words, filling: int) -> np.bytes_:
-    """`context`, filled up to MAX_CONTEXT tokens, as an element of the index."""
+    """`context`, filled up with `filling` to MAX_CONTEXT tokens, as an element of the index."""
     filled = np.full(MAX_CONTEXT, filling, ">u4")
     filled[: len(context)] = context
     key: np.bytes_ = filled.view(f"S{4 * MAX_CONTEXT}")[0]

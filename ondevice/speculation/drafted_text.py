@@ -1,4 +1,4 @@
-"""One text with its drafter: the drafter's input, its drafts, and their statistics."""
+"""One text and its drafter: what the drafter is told, its drafts, and statistics on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = Literal["listening", "throttled", "disabled"]
 
 
 class PassOutcome(NamedTuple):
-    """A forward pass whose tokens have been drawn."""
+    """The result of a forward pass for one text, once its tokens have been drawn."""
 
     draft: Draft
     path: Sequence[int]
@@ -36,10 +36,10 @@ class PassOutcome(NamedTuple):
 
 
 class DraftPass:
-    """A decoding pass, from drafting until all of its texts have drawn their tokens."""
+    """A decoding pass, from drafting until all texts in it have drawn their tokens."""
 
     def __init__(self, texts: int, waiting: Sequence[DraftedText]) -> None:
-        """texts: number of texts in the pass. waiting: those with a drafter."""
+        """texts: number of texts in the pass. waiting: the texts that have a drafter."""
         self.texts = texts
         self.nodes = texts
         """Nodes of all drafts, roots included."""
@@ -54,12 +54,12 @@ class DraftPass:
         """Texts that have yet to draw."""
 
     def drafted(self, seconds: float) -> None:
-        """Count time of the drafters."""
+        """Add time that drafters have taken."""
         self.drafting_seconds += seconds
         self.seconds += seconds
 
     def drew(self, text: DraftedText, outcome: PassOutcome, learning_seconds: float) -> bool:
-        """Count a text's part. Returns whether it was the last one."""
+        """Count one text's part of the pass. Returns whether it was the last one."""
         if outcome.seconds is None:
             self.timed = False
         elif len(self._waiting) == 1:
@@ -72,7 +72,7 @@ class DraftPass:
 
 
 class DraftedText:
-    """A drafter and its present text; texts come one after another.
+    """A drafter and the text that it drafts for. It serves texts one after another.
 
     The state of the newest pass (`Drafting`) decides what the drafter is told.
     """
@@ -121,7 +121,7 @@ class DraftedText:
         constrained: Constrained | None,
         state: State,
     ) -> None:
-        """Begin to continue a text, of at least one token; the caller's list grows with it."""
+        """Begin a text of at least one token. The caller's list grows with it."""
         self.is_used, self.state, self.draft_pass = True, state, None
         self._text, self._prompt_tokens = text, prompt_tokens
         self._sampling, self._constrained = sampling, constrained
@@ -137,7 +137,9 @@ class DraftedText:
         self._text, self._constrained, self._missed_output = [], None, None
 
     def plain(self, root: int, state: State, draft_pass: DraftPass | None = None) -> None:
-        """Take no draft for the next pass. `disabled`: the drafter will begin anew with the whole text."""
+        """Set the next pass to have no draft. In state `disabled`, the drafter will later begin again with
+        the complete text.
+        """
         self.draft, self.streamed, self.state, self.draft_pass = plain(root), None, state, draft_pass
         self.preparing_seconds = self.proposing_seconds = self.computing_seconds = 0.0
         self._learning_seconds = 0.0
@@ -146,11 +148,13 @@ class DraftedText:
             self.disable()
 
     def disable(self) -> None:
-        """Tell the drafter nothing more; it will begin anew with the whole text. The draft stays."""
+        """Tell the drafter nothing more. It will later begin again with the complete text. The present draft
+        stays.
+        """
         self.state, self._told, self._missed_output = "disabled", 0, None
 
     def catch_up(self) -> None:
-        """Tell the drafter of the tokens and the output that it missed."""
+        """Tell the drafter about the tokens and the output that it has missed."""
         if not self._told:
             self._begin_drafter()
         started = time.perf_counter()
@@ -163,20 +167,22 @@ class DraftedText:
         self.preparing_seconds = time.perf_counter() - started
 
     def prepare(self, kv: SequenceState, nodes: int, cancelled: IsCancelled) -> None:
-        """Prepare the drafter for a draft of up to `nodes` nodes. Raises what it raises."""
+        """Prepare the drafter for a draft of up to `nodes` nodes. Raises what the drafter raises."""
         started, self._prepared = time.perf_counter(), True
         self.drafter.prepare(kv, nodes, cancelled)
         self.preparing_seconds += time.perf_counter() - started
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        """Tokens that may follow the text and `path`. Raises what a drafter raises."""
+        """Tokens that may follow the text and `path`. Raises what the drafter raises."""
         started = time.perf_counter()
         proposals = self._allowed(path, self._ask)
         self.proposing_seconds += time.perf_counter() - started
         return proposals
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """Like `propose`, by a forward pass of the drafter. Raises what a drafter raises."""
+        """Tokens that may follow the text and `path`, computed by a forward pass of the drafter. Raises what
+        it raises.
+        """
         started = time.perf_counter()
         proposals = self._allowed(path, self.drafter.compute)
         self.computing_seconds += time.perf_counter() - started
@@ -193,12 +199,12 @@ class DraftedText:
         return self.drafter.propose(path)
 
     def read(self, output: ForwardOutput) -> None:
-        """Give the drafter the output of a pass over the prompt. Raises what a drafter raises."""
+        """Give the drafter the output of a pass over the prompt. Raises what the drafter raises."""
         if self.state == "listening":
             self.drafter.read(output)
 
     def drew(self, token: int, logits: Float32) -> None:
-        """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
+        """Tell the drafter that `token` was drawn from logits (V,) and is about to be appended to the text.
 
         Logits aren't part of `PassOutcome`: a row for each node, as long as the vocabulary, would be large.
         """
@@ -209,9 +215,9 @@ class DraftedText:
             self._learning_seconds += time.perf_counter() - started
 
     def drawn(self, outcome: PassOutcome) -> bool:
-        """Take the outcome of the finished pass. Returns whether this text was its last one.
+        """Take the result of the finished pass. Returns whether this text was the last one in the pass.
 
-        Raises what a drafter raises; the outcome then counts, without the time of the pass.
+        Raises what the drafter raises. The result then counts, but not the time of the pass.
         """
         draft_pass, self.draft_pass = self.draft_pass, None
         if self.state == "throttled":
@@ -224,7 +230,7 @@ class DraftedText:
         return draft_pass is not None and draft_pass.drew(self, outcome, self._learning_seconds)
 
     def stats(self, decision: str) -> DraftStats:
-        """Stats of the text so far."""
+        """Stats of the text so far. decision: a sentence on whether drafts are made, and why."""
         return self._count.stats(decision)
 
     def _begin_drafter(self) -> None:

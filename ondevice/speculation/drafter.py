@@ -32,16 +32,17 @@ class Drafter(ABC):
     ) -> None:
         """Begin with `text`, token ids: a continuation of the last text, or another one.
 
-        sampling: settings with which the next tokens are drawn. Noise is keyed by position, so it is known
-            ahead.
-        prompt_tokens: how many of `text` are its prompt, whose tokens count penalties leave out; None: all.
+        sampling: settings with which the next tokens are drawn. The noise of a position is fixed, so it is
+            known in advance.
+        prompt_tokens: how many tokens of `text` are its prompt, which count penalties leave out; None: all.
         """
 
     def observe(self, token: int, logits: Float32 | None) -> None:  # noqa: B027
-        """Add the newly drawn `token` to the text, and learn from how the drafter's proposal compares.
+        """Take `token`, which was just drawn, as part of the text, and learn from comparing it with the
+        drafter's proposals.
 
-        logits: (V,) from which the token was drawn. None for a token that was drawn while drafting was
-            throttled; it is only added to the text.
+        logits: (V,), from which the token was drawn. None if it was drawn while drafting was throttled; then
+        there is nothing to learn.
         """
 
     def read(self, output: ForwardOutput) -> None:  # noqa: B027
@@ -50,8 +51,8 @@ class Drafter(ABC):
     def end_pass(self, output: ForwardOutput, path: Sequence[int]) -> None:  # noqa: B027
         """Take the output of a finished forward pass.
 
-        path: indices in `output` of the tokens that the text took, the last of which is the newest in the
-            target's cache. The token drawn after it has been observed already.
+        path: indices in `output` of the tokens that were accepted. The last of them is the newest token in
+        the target's cache. The token drawn after it has already been observed.
         """
 
     def prepare(self, kv: SequenceState, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
@@ -59,20 +60,21 @@ class Drafter(ABC):
 
         kv: the target's keys and values, which hold the text except its last token.
         max_nodes: most nodes of the draft, its root included.
-        cancelled: checked in every layer of a drafter's forward pass, here and until `grown`. All raise
-            Cancelled if it returns True.
+        cancelled: checked in every layer of a drafter's forward pass, here and until `grown`. If it returns
+            True, Cancelled is raised.
         """
 
     def spawn(self) -> Drafter | None:
-        """Another drafter of this kind, for another text, which shares what doesn't depend on the text.
+        """A second drafter of this kind, for another text. It shares everything that doesn't depend on the
+        text.
 
-        It needn't be closed. None: drafters of this kind draft for one text at a time.
+        It needn't be closed. None if drafters of this kind draft for only one text at a time.
         """
         return None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers, as in `Transformer.taps`, whose hidden states outputs must have."""
+        """The layers whose hidden states the outputs must include, as in `Transformer.taps`."""
         return ()
 
     @abstractmethod
@@ -84,20 +86,24 @@ class Drafter(ABC):
 
     @property
     def computed_chance(self) -> float:
-        """Expected chance of the likeliest token of `compute`; 0: there is nothing to compute."""
+        """The expected chance of the likeliest token that `compute` would give; 0 if there is nothing to
+        compute.
+        """
         return 0.0
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """Like `propose`, by a forward pass: called where the gain in chances is worth the time."""
+        """Like `propose`, but with a forward pass. Called if the gain in chances is worth the time."""
         return ()
 
     def grown(self) -> None:  # noqa: B027
-        """The draft is complete. The target's keys and values must be as `prepare` got them."""
+        """Take note that the draft is complete. The target's keys and values must be as `prepare`
+        got them.
+        """
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
-        """Nodes of `draft` that get streams in its pass, ascending. None: streams take no part in it.
+        """The nodes of `draft` that get streams in its pass, ascending; None if the pass has no streams.
 
-        row_share: time that another row adds to a pass, as a share of a plain pass.
+        row_share: the time that one more row adds to a pass, as a share of a plain pass.
         """
         return None
 
@@ -106,7 +112,7 @@ class Drafter(ABC):
 
 
 class AcceptanceRate:
-    """Acceptance rate of one kind of draft token: a decayed mean."""
+    """The acceptance rate of one kind of draft token, as a decayed mean."""
 
     def __init__(self, prior: float) -> None:
         self.value = prior

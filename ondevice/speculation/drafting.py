@@ -1,4 +1,4 @@
-"""Runs drafters under policies, for the texts of one model."""
+"""Runs drafters for the texts of one model, and decides when and how much they draft."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TIMED_EVERY = 8
 
 
 class DraftRequest(NamedTuple):
-    """A request for a text's draft in the next pass.
+    """A text's request for a draft in the next pass.
 
-    text: as `begin` returned it; None: it gets no draft.
-    root: the text's last token, which hasn't been through the model.
-    kv: the target's keys and values, of the text except `root`.
-    max_nodes: nodes for which the context has room.
-    max_tokens: tokens that may still be drawn.
+    text: as `begin` returned it; None: the text gets no draft.
+    root: the text's last token, which hasn't been through the model yet.
+    kv: the target's keys and values of the text without `root`.
+    max_nodes: number of nodes for which the context has room.
+    max_tokens: number of tokens that may still be drawn.
     """
 
     text: DraftedText | None
@@ -82,13 +82,13 @@ class Drafting:
         branches: bool = True,
         texts: int = 1,
     ) -> None:
-        """Own `drafter`, and close it in the end.
+        """drafter: owned by this object, and closed with it.
 
         Args:
             max_nodes: most nodes of a pass, roots included.
             min_pass_seconds: time of a plain pass, per text, below which drafting is disabled.
             branches: whether drafts may branch.
-            texts: most texts that are drafted for at once; fewer if the drafter can't spawn others.
+            texts: most texts with drafts at the same time; fewer if the drafter can't spawn others.
         """
         self._drafter = drafter
         self._texts = [DraftedText(drafter)]
@@ -126,7 +126,7 @@ class Drafting:
         return free
 
     def end(self, text: DraftedText) -> None:
-        """Release a text; its drafter is free for another one."""
+        """Release a text. Its drafter can then serve another one."""
         text.end()
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[Draft | Cancelled]:
@@ -157,7 +157,9 @@ class Drafting:
         return self._with_streams(drafts, requests)
 
     def read(self, text: DraftedText, output: ForwardOutput) -> None:
-        """Let a text's drafter learn from a pass over its prompt. A failure disables drafting."""
+        """Let a text's drafter learn from a pass over the text's prompt. If that fails, drafting
+        is disabled.
+        """
         if self._failure:
             return
         try:
@@ -167,7 +169,9 @@ class Drafting:
             self._fail(error)
 
     def observe(self, text: DraftedText, outcome: PassOutcome) -> None:
-        """Learn from a text's part of a finished pass, prompts included. A failure disables drafting."""
+        """Learn from a text's part of a finished pass, which may be a prompt's. If that fails, drafting is
+        disabled.
+        """
         draft_pass = text.draft_pass
         try:
             with system_refusals():
@@ -180,7 +184,7 @@ class Drafting:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers, as in `Transformer.taps`, whose hidden states the next output must have."""
+        """The layers whose hidden states the next output must include, as in `Transformer.taps`."""
         return () if self._state.disabled else self._drafter.taps
 
     def stats(self, text: DraftedText) -> DraftStats:
@@ -200,7 +204,7 @@ class Drafting:
     def _plain(
         self, requests: Sequence[DraftRequest], draft_pass: DraftPass, state: State
     ) -> list[Draft | Cancelled]:
-        """Set and return roots without draft tokens."""
+        """The roots alone, set as the drafts of their texts and returned."""
         for one in requests:
             if one.text is not None:
                 one.text.plain(one.root, state, draft_pass)

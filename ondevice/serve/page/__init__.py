@@ -1,1 +1,1 @@
-"""The chat page at `/`: its files, and what it asks the server for beside the dialects."""
+"""The chat page at `/`: its files, and the requests that it makes apart from the dialects."""

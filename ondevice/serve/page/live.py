@@ -1,4 +1,4 @@
-"""What the page shows of the server: the plan, and running totals, all read at one moment."""
+"""The state of the server that the page shows: the plan and running totals, all read at one moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Live:
-    """Reads the state, at most once an interval, as every reading waits for the engine's next token."""
+    """Reads the server's state, at most once an interval, because every reading waits for the engine's next
+    token.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -32,7 +34,7 @@ class Live:
         self._state: dict[str, Any] = {}
 
     async def state(self, newest: bool = False) -> dict[str, Any]:
-        """The state as JSON. newest: as it is now, rather than up to an interval ago."""
+        """The state as JSON. newest: whether to read it now; otherwise it may be up to an interval old."""
         async with self._lock:
             old = time.monotonic() - self._state.get("seconds", -INTERVAL_SECONDS)
             if newest or old >= INTERVAL_SECONDS:
@@ -63,7 +65,9 @@ class Live:
         }
 
     def _told(self, facts: ModelFacts) -> dict[str, Any]:
-        """A model's context in tokens, what its authors recommend, and its template's abilities."""
+        """What the page shows of a model: its context in tokens, its authors' recommendations, and its
+        template's abilities.
+        """
         return {
             "context": self._service.models.context_tokens(facts),
             "sampling": {name: getattr(facts.sampling, name) for name in SAMPLING},
@@ -72,7 +76,7 @@ class Live:
 
 
 def _read_model(loaded: ServedModel) -> tuple[dict[str, Any] | None, Counters]:
-    """The plan and the totals, or nothing if the model has been closed meanwhile."""
+    """The plan and the totals of a model; None and zeros if it was closed meanwhile."""
     try:
         return shown(loaded.model.plan, loaded.model.replanned), loaded.model.counters
     except OndeviceError:
@@ -80,9 +84,10 @@ def _read_model(loaded: ServedModel) -> tuple[dict[str, Any] | None, Counters]:
 
 
 def shown(plan: Plan, replanned: Plan) -> dict[str, Any]:
-    """The plan, its parts as few as a bar can show, and the budgets that the models may have now.
+    """A plan as the page shows it, with its parts merged into a few, and the budgets that the models may have
+    now.
 
-    Other models that are idle make room for this one: the least budget is without them.
+    The smallest budget leaves out other models that are idle, because these would make room.
     """
     parts = {
         "Weights of every token": plan.resident_weights_bytes + plan.predictor_bytes,

@@ -1,7 +1,8 @@
 """`/` and `/page/`: the page's files, read once, the server's state as a stream, and the budget.
 
-The files hold nothing that a key protects, and a browser asks for them before the page can send one. It keeps
-them, and asks each time whether they are still those: there is no build step that could name them by content.
+The files need no key: they contain nothing secret, and a browser requests them before the page can send a
+key. The browser keeps them, but asks each time whether they have changed, because no build step gives them
+names that depend on their content.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True)
 class _PageFile:
-    """A file of the page, plain and compressed. tag: what tells its content from any other."""
+    """A file of the page, plain and compressed. tag: differs whenever the content differs."""
 
     content: bytes
     compressed: bytes
@@ -98,7 +99,7 @@ async def _live(live: Live, watchers: asyncio.Semaphore, request: Request) -> Re
 
 
 async def _states(live: Live, watchers: asyncio.Semaphore) -> AsyncGenerator[bytes, None]:
-    """The state whenever it has changed."""
+    """Yields the server's state each time it has changed."""
     async with watchers:
         before, quiet = None, 0.0
         while True:

@@ -1,8 +1,8 @@
 """Layers that draft a block of tokens at once: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
-The layers see the text by the target's hidden states, and a block is drafted after the last of these: one
-run gives the logits of every place. A draft tree takes the likely tokens of a place after each token of the
-one before. DSpark's logits depend on that token.
+The layers see the text through the target's hidden states, and draft a block after the last of these: one run
+gives the logits of every place in the block. In a draft tree, the likely tokens of a place follow each token
+of the place before. DSpark's logits depend on that token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ondevice.speculation.tree import Proposals
 
 
 class BlockDrafter(DraftLayerDrafter):
-    """Drafts the likeliest tokens of each place of a block; with sampling, those that win with the noise."""
+    """Drafts the likeliest tokens of each place of a block. With sampling, ranks them with the text's noise
+    added.
+    """
 
     _tokens_ahead = 0
 

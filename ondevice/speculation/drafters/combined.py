@@ -1,4 +1,4 @@
-"""Several drafters as one: a pass verifies draft tokens of all."""
+"""Several drafters in one: a pass verifies draft tokens of all of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ where everything is in memory or every token reads neurons, and they lose.
 
 
 class Combined(Drafter):
-    """The likeliest draft tokens of all `members`.
+    """Drafts the likeliest tokens that any of `members` proposes.
 
-    A token that several members propose gets the highest of their chances: they see the same text, so a
+    If several members propose a token, it gets the highest of their chances: they see the same text, so a
     second proposal adds little evidence.
     """
 
@@ -53,13 +53,13 @@ class Combined(Drafter):
             member.prepare(kv, max_nodes, cancelled)
 
     def spawn(self) -> Combined | None:
-        """A drafter of the members that can be spawned; None if none can."""
+        """A drafter made of those members that can be spawned; None if none can."""
         drafters = [drafter for member in self.members if (drafter := member.spawn()) is not None]
         return Combined(drafters) if drafters else None
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The taps of the first member with taps; only one drafter reads hidden states."""
+        """The taps of the first member that has any. Only one drafter reads hidden states."""
         return next((member.taps for member in self.members if member.taps), ())
 
     def propose(self, path: Sequence[int]) -> Proposals:
@@ -75,7 +75,9 @@ class Combined(Drafter):
         return max(member.computed_chance for member in self.members)
 
     def compute(self, path: Sequence[int]) -> Proposals:
-        """What the member with the highest `computed_chance` computes; only one runs passes for a draft."""
+        """The proposals of the member with the highest `computed_chance`. Only one member runs forward passes
+        for a draft.
+        """
         return max(self.members, key=lambda member: member.computed_chance).compute(path)
 
     def grown(self) -> None:
@@ -83,7 +85,7 @@ class Combined(Drafter):
             member.grown()
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
-        """The nodes of the first member that has some; only one drafter uses the streams."""
+        """The nodes that the first member with streams wants. Only one drafter uses the streams."""
         nodes = (member.streamed(draft, row_share) for member in self.members)
         return next((each for each in nodes if each is not None), None)
 
@@ -93,14 +95,14 @@ class Combined(Drafter):
 
 
 class WhileRowsAreCheap(Drafter):
-    """A drafter that is asked only while another row takes little of a plain pass's time.
+    """A drafter that is used only while one more row takes little of a plain pass's time.
 
-    Streams add rows to the upper layers for every token. While dense passes wait for flash, rows are nearly
-    free; elsewhere their time depends on the machine, so recent passes decide.
+    Streams add rows to the upper layers for every token. If dense passes wait for flash, rows cost almost
+    nothing; otherwise their time depends on the machine, so recent passes decide.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        """Wraps `drafter`."""
+        """drafter: the drafter to use."""
         self._drafter = drafter
         self._row_share = 0.0
         """Time of a row in plain passes, as last measured."""

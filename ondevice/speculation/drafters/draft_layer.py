@@ -1,12 +1,12 @@
-"""A draft layer drafts: EAGLE-3 (arXiv 2503.01840), or the multi-token-prediction layer of a checkpoint.
+"""Drafts with a draft layer: EAGLE-3 (arXiv 2503.01840), or the multi-token-prediction layer of a checkpoint.
 
 Each token of the text gives the layer a row: its embedding, and the target's hidden state after the token
 before it. A draft continues from the newest row: a draft token's row takes the layer's output as its hidden
 state, and is dropped when the next draft begins.
 
-Rows are missing of tokens whose hidden states weren't computed for this drafter: in a pass with other texts,
-from a prompt cache, or before another text took the drafter (`begin` keeps the common prefix). The layer sees
-its rows as if they were adjacent. That makes drafts worse, and never changes the text.
+There are no rows for tokens whose hidden states this drafter didn't get: those of a pass with other texts,
+from a prompt cache, or from before another text used the drafter (`begin` keeps the common prefix). The layer
+sees the remaining rows as if they were adjacent. That makes drafts worse, but never changes the text.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ondevice.speculation.tree import Proposals
 
 @dataclass(frozen=True)
 class DraftLayerState:
-    """A loaded draft layer, and the cache of its own keys and values."""
+    """A loaded draft layer, and the cache of the layer's keys and values."""
 
     layer: LoadedDraftLayer
     kv: SequenceState
 
 
 class LayerOutput(NamedTuple):
-    """The layer's output after a path: its hidden state (1, D), and logits (N,)."""
+    """The output of the layer after a path: its hidden state (1, D), and logits (N,)."""
 
     hidden: Array
     logits: Float32
 
 
 class DraftLayerDrafter(Drafter):
-    """Drafts the likeliest tokens of a draft layer; with sampling, those that win with the same noise."""
+    """Drafts the likeliest tokens of a draft layer. With sampling, ranks them with the text's noise added."""
 
     _tokens_ahead = 1
     """Tokens after a hidden state's own that its row has."""
@@ -124,11 +124,13 @@ class DraftLayerDrafter(Drafter):
         return self._ranking.rank(self._outputs[tuple(path)].logits, position, [*self._text, *path])
 
     def _first(self, newest: Array) -> LayerOutput:
-        """What drafts the token after the text. newest: (1, D) the layer's output in the text's last row."""
+        """The output from which the token after the text is drafted. newest: (1, D), the layer's output in
+        the text's last row.
+        """
         return LayerOutput(newest, self._layer.logits(newest)[0])
 
     def _run(self, path: tuple[int, ...]) -> LayerOutput:
-        """Run the rows of a path that the cache lacks. All shorter paths have outputs."""
+        """Run those rows of a path that aren't in the cache. All shorter paths must have outputs."""
         kept, backend = common_prefix(self._branch, path), self._layer.backend
         self._truncate(kept)
         before = [self._outputs[path[:depth]].hidden for depth in range(kept, len(path))]
@@ -139,7 +141,7 @@ class DraftLayerDrafter(Drafter):
         return LayerOutput(last, self._layer.logits(last)[0])
 
     def _take(self, output: ForwardOutput, path: Sequence[int]) -> None:
-        """Take the hidden states of a path through a pass, except known ones."""
+        """Take the hidden states of the tokens on a path through a pass, except those already known."""
         if not output.tapped:
             return
         position = self._waiting[-1][0] if self._waiting else self._positions[-1] if self._positions else -1
@@ -152,7 +154,7 @@ class DraftLayerDrafter(Drafter):
             self._waiting += [(at, mixed[row : row + 1]) for row, (at, _) in enumerate(piece)]
 
     def _catch_up(self) -> None:
-        """Run the waiting rows whose next tokens are in the text."""
+        """Run the waiting rows of tokens whose next token is already in the text."""
         self._truncate(0)
         backend = self._layer.backend
         stop = len(self._text) - self._tokens_ahead
@@ -165,11 +167,11 @@ class DraftLayerDrafter(Drafter):
             del self._waiting[: len(piece)]
 
     def _add_rows(self, tokens: Sequence[int], hidden: Array) -> Array:
-        """Add rows of the text: the layer's output in them, (n, D), for hidden states (n, D or T)."""
+        """Add rows of the text and return the layer's output in them, (n, D). hidden: (n, D or T)."""
         return self._layer.run(tokens, hidden, self._kv)
 
     def _truncate(self, depth: int) -> None:
-        """Keep only the first `depth` rows of the newest draft."""
+        """Drop all rows of the newest draft except the first `depth`."""
         self._kv.truncate(len(self._positions) + depth)
         self._branch = self._branch[:depth]
 

@@ -1,8 +1,9 @@
 """A second model with another vocabulary drafts the tokens that both vocabularies have.
 
-Token-level intersection (TLI; Timor et al., arXiv 2502.05202): the second model's logits of the shared tokens
-alone choose, so a draft token is a token of the target without going through text. With sampling they are
-ranked with the target's own noise, which `OtherVocabularyDrafter` can't: its tokens and the target's differ.
+Token-level intersection (TLI; Timor et al., arXiv 2502.05202): only the second model's logits of shared
+tokens count, so a draft token is a token of the target without going through text. With sampling, tokens are
+ranked with the target's noise added, which `OtherVocabularyDrafter` can't do, since its tokens differ from
+the target's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ two vocabularies of 150,000)."""
 class SharedTokens:
     """Tokens that stand for the same bytes in both vocabularies.
 
-    ids: (n, 2) the target's, ascending, and the second model's. share: of the target's tokens with bytes.
+    ids: (n, 2), ids in the target's vocabulary, ascending, and in the second model's. share: share of the
+    target's tokens with bytes, from 0 to 1.
     """
 
     ids: NDArray[np.int64]
@@ -45,12 +47,12 @@ class SharedTokens:
 
     @property
     def are_enough(self) -> bool:
-        """Whether they are enough to draft from."""
+        """Whether there are enough shared tokens to draft from."""
         return self.share >= MIN_SHARED
 
     @staticmethod
     def of(model: DraftModel) -> SharedTokens:
-        """The tokens with equal bytes in the different vocabularies of a second model and the target."""
+        """The tokens with equal bytes in the vocabularies of a second model and of the target."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
         drafter, target = model.tokenizer, model.target_tokenizer
@@ -65,10 +67,10 @@ class SharedTokens:
 
 
 class IntersectionDrafter(OtherVocabularyDrafter):
-    """Drafts trees of shared tokens. It follows the text as its base does, by bytes."""
+    """Drafts trees of shared tokens. It follows the text by bytes, as its base class does."""
 
     def __init__(self, model: DraftModel, shared: SharedTokens) -> None:
-        """model: has both tokenizers. shared: its tokens that the target has too."""
+        """model: the second model, with both tokenizers. shared: the tokens that both vocabularies have."""
         super().__init__(model)
         self._drafter_ids = np.full(self._target.vocab_size, -1, np.int32)
         """(V,) the second model's id of each of the target's tokens; -1 where it has none."""
@@ -120,8 +122,8 @@ class IntersectionDrafter(OtherVocabularyDrafter):
 def _by_hash(tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Ascending hashes of tokens' bytes, and the last token of each; without tokens that end a text.
 
-    Where a single byte has both a byte token and a piece, the piece comes later, and is what texts have.
-    Dictionaries of a large vocabulary would take tens of megabytes.
+    If a single byte has both a byte token and a piece, the piece comes later, and is the one that occurs in
+    texts. Dictionaries of a large vocabulary would take tens of megabytes.
     """
     size = tokenizer.vocab_size
     ends = frozenset(tokenizer.eos_ids)

@@ -1,6 +1,7 @@
 """Prompt lookup: drafts the token that followed the text's last tokens when they last occurred in it.
 
-Saxena, "Prompt Lookup Decoding" (2023): a text that quotes itself, or its prompt, is a draft of itself.
+Saxena, "Prompt Lookup Decoding" (2023): a text that repeats parts of itself, or of its prompt, contains its
+own draft.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Lookup(Drafter):
         self._text.append(token)
 
     def _match(self, path: Sequence[int]) -> tuple[int, int] | None:
-        """The token after the longest known run that ends the text and `path`, and the run's length."""
+        """The token that followed the longest known run which ends the text and `path`, and the length of
+        this run.
+        """
         tail = (*self._text[-MAX_RUN:], *path)[-MAX_RUN:]
         for length in range(len(tail), 0, -1):
             place = self._ends.get(tail[-length:])

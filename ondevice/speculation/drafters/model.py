@@ -1,8 +1,9 @@
-"""A second, smaller model drafts (Leviathan et al., arXiv 2211.17192), in the target's own tokens.
+"""Drafts with a second, smaller model that has the same tokens as the target (Leviathan et al., arXiv
+2211.17192).
 
 Each pass of the draft model continues the likeliest draft token, so a draft is a chain where the model is
-confident and a small tree where it isn't. It ends where tokens aren't worth a pass of the draft model (SVIP,
-arXiv 2411.18462, ends drafts by the draft model's confidence, too).
+confident and a small tree where it isn't. A draft ends when further tokens aren't worth a pass of the draft
+model (SVIP, arXiv 2411.18462, also ends drafts by the draft model's confidence).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class DraftModel:
     max_context: most tokens that `kv` may hold.
     chunk: most tokens of a pass.
     close: releases the model's resources.
-    tokenizer, target_tokenizer: the draft model's and the target's; None if the vocabulary is the same.
+    tokenizer, target_tokenizer: those of the draft model and of the target; None if their vocabulary is the
+        same.
     """
 
     transformer: Transformer
@@ -46,7 +48,9 @@ class DraftModel:
 
 
 class DraftContext:
-    """Computes a second model's logits after any tokens. Tokens that its cache holds aren't run again."""
+    """Computes the logits of a second model after any tokens. Tokens that are in its cache aren't
+    run again.
+    """
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
@@ -56,7 +60,7 @@ class DraftContext:
     ) -> Float32 | None:
         """Logits (V,) after `tokens`. None if `tokens` is empty, or exceeds context or vocabulary.
 
-        text: number of leading tokens that hardly change any more. A model with recurrent layers drops up to
+        text: number of leading tokens that will hardly change. A model with recurrent layers drops up to
         `AHEAD_TOKENS` tokens after these at no cost. Raises as a forward pass does.
         """
         transformer, kv = self._model.transformer, self._model.kv
@@ -74,7 +78,7 @@ class DraftContext:
                 return last
 
     def _next(self, tokens: Sequence[int], text: int) -> ForwardBatch:
-        """The next pass over those of `tokens` that the cache lacks."""
+        """The next pass over those of `tokens` that aren't in the cache."""
         kv = self._model.kv
         rest = tokens[kv.length : kv.end_of_chunk(kv.length + self._model.chunk)]
         if kv.states is None:
@@ -88,10 +92,14 @@ class DraftContext:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a second model's likeliest tokens; with sampling, those that win with the same noise."""
+    """Drafts the likeliest tokens of a second model. With sampling, ranks them with the text's
+    noise added.
+    """
 
     def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """model: has the target's vocabulary. vocab_size: rows of the target's head, which may be fewer."""
+        """model: has the same vocabulary as the target. vocab_size: number of rows of the target's head,
+        which may be fewer.
+        """
         self._model = model
         self._context = DraftContext(model)
         self._vocab_size = vocab_size

@@ -38,10 +38,14 @@ EMA_WEIGHT = 0.1
 
 
 class NgramDrafter(Drafter):
-    """A drafter with a datastore, and the acceptance rate of each length of context and share."""
+    """Drafts from a datastore, with an acceptance rate for each length of context and each share of
+    continuations.
+    """
 
     def __init__(self, store: Datastore, most_share: float = math.inf) -> None:
-        """Own `store`, and close it in the end. most_share: largest share of the time for lookups."""
+        """store: owned by this object, and closed with it. most_share: the largest share of the time that
+        lookups may take.
+        """
         self._store = store
         self._most_share = most_share
         self._lookup_seconds = self._draft_seconds = 0.0
@@ -90,7 +94,7 @@ class NgramDrafter(Drafter):
         return not self._draft_seconds or self._lookup_seconds <= self._most_share * self._draft_seconds
 
     def spawn(self) -> NgramDrafter:
-        """A drafter with the same datastore and acceptance rates; both learn from both texts."""
+        """A drafter with the same datastore and acceptance rates. Both learn from both texts."""
         drafter = copy(self)
         drafter._tail = []
         drafter._forget()
@@ -108,7 +112,9 @@ class NgramDrafter(Drafter):
         self._continuations = []
 
     def _ranked(self, path: Sequence[int]) -> list[tuple[int, AcceptanceRate]]:
-        """Tokens that follow a context and `path`, each with the best acceptance rate of all contexts."""
+        """Tokens that follow a context and `path`, each with the best acceptance rate of all contexts that it
+        follows.
+        """
         best: dict[int, AcceptanceRate] = {}
         for continuations in self._continuations:
             rest = continuations.after(path)
@@ -125,5 +131,5 @@ class NgramDrafter(Drafter):
 
 
 def _mean(mean: float, value: float) -> float:
-    """The moving mean with `value`, which is the first one if the mean is 0."""
+    """The moving mean after `value`. A mean of 0 stands for no value yet."""
     return mean + EMA_WEIGHT * (value - mean) if mean else value

@@ -1,8 +1,8 @@
-"""A second model with another vocabulary drafts: its text becomes the target's tokens.
+"""Drafts with a second model that has another vocabulary: its text is converted to the target's tokens.
 
 String-level exact match (SLEM; Timor et al., arXiv 2502.05202): the text so far is encoded for the second
-model, its next tokens become text again, and that is encoded for the target. Both sides agree on bytes.
-If a conversion changes the text, draft tokens are rejected; the text is never wrong.
+model, its next tokens become text again, and that is encoded for the target. Both sides agree on bytes. If a
+conversion changes the text, draft tokens are rejected; the text is never wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OtherVocabularyDrafter(Drafter):
     """Drafts a chain: the second model's likeliest continuation of the text."""
 
     def __init__(self, model: DraftModel) -> None:
-        """model: has both tokenizers."""
+        """model: the second model, with both tokenizers."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
         self._model = model
@@ -118,11 +118,11 @@ class OtherVocabularyDrafter(Drafter):
 
     @property
     def _settled(self) -> int:
-        """Number of leading `_tokens` that hardly change any more."""
+        """Number of the first `_tokens` that will hardly change."""
         return max(0, len(self._tokens) - SEAM_TOKENS)
 
     def _draft(self) -> bool:
-        """Draft another token with the second model. False if the draft ends."""
+        """Draft one more token with the second model. Returns False if the draft ends."""
         if self._ended or len(self._drafted) == self._most:
             return False
         tokens = [*self._tokens, *(token for token, _ in self._drafted)]
@@ -142,7 +142,9 @@ class OtherVocabularyDrafter(Drafter):
         return True
 
     def _translated(self) -> list[tuple[int, float]]:
-        """The draft in target tokens, as in `_chain`; empty if a token spans the seam to the text."""
+        """The draft in tokens of the target, as in `_chain`; empty if a token spans the border between text
+        and draft.
+        """
         continuation = self._continuation
         while continuation and not _ends_character(continuation):
             continuation = continuation[:-1]
@@ -160,21 +162,23 @@ class OtherVocabularyDrafter(Drafter):
 
 
 def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether both have the same name for every token."""
+    """Whether two tokenizers have the same name for every token."""
     return a.vocab_size == b.vocab_size and all(
         a.piece(token) == b.piece(token) for token in range(a.vocab_size)
     )
 
 
 def _spelt(tokenizer: Tokenizer, token: int, at_start: bool) -> bytes:
-    """A token's bytes; at the start of a text, without the space that an encoder adds there."""
+    """The bytes of a token. At the start of a text, without the space that an encoder adds there."""
     data = tokenizer.token_bytes(token)
     dropped = at_start and tokenizer.leading_space != "keep" and tokenizer.begins_word(token)
     return data[1:] if data and dropped else data
 
 
 def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int], list[int]]:
-    """Last tokens of `before` that are replaced once `after` follows it, and the tokens that replace them."""
+    """The last tokens of `before` that are replaced if `after` follows it, and the tokens that
+    replace them.
+    """
     start = max(0, len(before) - WINDOW_BYTES)
     while start < len(before) and before[start] & 0xC0 == 0x80:
         start += 1

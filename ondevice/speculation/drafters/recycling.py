@@ -1,6 +1,7 @@
 """Token Recycling (Luo et al., arXiv 2408.08696): drafts each token's likeliest successors by recent logits.
 
-The likeliest tokens after a token are kept, whichever was drawn, and drafted when the same token recurs.
+For each token, the likeliest next tokens are remembered, whichever was drawn, and drafted when the same token
+occurs again.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ NEXT_PRIOR = 0.4
 
 
 def candidates(vocab_size: int) -> int:
-    """Number of candidates kept for every token."""
+    """Number of candidates that are kept for every token."""
     return max(1, min(MAX_CANDIDATES, vocab_size - 1, MATRIX_BYTES // (4 * vocab_size)))
 
 
 def matrix_bytes(vocab_size: int) -> int:
-    """Bytes of the matrix."""
+    """Bytes of the matrix of candidates."""
     return 4 * vocab_size * candidates(vocab_size)
 
 
 class Recycling(Drafter):
-    """A drafter with a matrix of each token's likeliest successors at its last occurrence."""
+    """Drafts from a matrix that has each token's likeliest successors at its last occurrence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._next = np.full((vocab_size, candidates(vocab_size)), -1, dtype=np.int32)
@@ -59,7 +60,7 @@ class Recycling(Drafter):
         self._last = token
 
     def spawn(self) -> Recycling:
-        """A drafter with the same matrix; both learn from both texts."""
+        """A drafter with the same matrix. Both learn from both texts."""
         drafter = copy(self)
         drafter._last = -1
         return drafter

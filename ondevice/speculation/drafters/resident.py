@@ -1,8 +1,9 @@
-"""Self-drafting without reads: the model itself, restricted to weights in memory.
+"""Drafts with the model itself, restricted to the weights in memory, so that drafting reads nothing.
 
-These are the high planes of all neurons, where the budget holds them, or the neurons in memory (ideas: Draft
-& Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). Each pass continues a
-path of the draft after the text's keys and values, and is made where its chance outweighs its time.
+These weights are the high planes of all neurons if the budget holds them, otherwise the neurons in memory.
+(Draft & Verify, arXiv 2309.08168, and SWIFT, arXiv 2410.06916, which leave out layers, have similar ideas.)
+Each pass continues a path of the draft after the text's keys and values, and runs only if its chance is worth
+its time.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ RECENT_TOKENS = 128
 
 
 class ResidentDrafter(Drafter):
-    """Computes draft tokens after the target's own keys and values, which are truncated afterwards."""
+    """Computes draft tokens with the target's keys and values, which are truncated again afterwards."""
 
     def __init__(self, transformer: Transformer, is_partial: Callable[[], bool] = lambda: True) -> None:
-        """is_partial: whether some of the weights are on flash. Otherwise a draft's pass saves nothing."""
+        """is_partial: whether some of the weights are on flash. If none are, a draft's pass saves nothing."""
         self._transformer = transformer
         self._is_partial = is_partial
         self._ranking = Ranking()

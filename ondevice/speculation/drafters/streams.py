@@ -1,8 +1,9 @@
-"""Speculative Streaming (Bhendawade et al., arXiv 2402.11131): the model's own streams draft.
+"""Drafts with the model's streams: Speculative Streaming (Bhendawade et al., arXiv 2402.11131).
 
-In the pass that verifies a draft, the likeliest ends of the accepted path get streams: extra rows in the
-upper layers. If the path ends elsewhere, its last token's streams run alone in the upper layers. Streams read
-no neurons. Stream j of a token drafts the token j places after the one that it predicts.
+The pass that verifies a draft also runs streams, which are extra rows in the upper layers, for the nodes in
+which the accepted path most probably ends. If the path ends elsewhere, the streams of its last token run
+alone in the upper layers. Streams read no neurons. Stream j of a token drafts the token j places after the
+one that the token predicts.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ondevice.speculation.tree import STREAM_ROWS, Draft, Proposals
 class MultiStreamDrafting:
     """Options of drafting with streams. They affect how many tokens passes give and take, never which.
 
-    max_ends: maximum nodes of a draft that get streams in its own pass. Each takes a row for every stream.
-    min_end_chance: smallest chance that the accepted path ends in a node with which the node gets streams in
-        the draft's pass. Streams that run later take a pass of their own.
+    max_ends: most nodes of a draft that get streams in the draft's pass. Each takes a row for every stream.
+    min_end_chance: a node gets streams in the draft's pass only if the chance that the accepted path ends in
+        it is at least this. Streams that run later take a separate pass.
     candidates: number of draft tokens of each stream.
     """
 
@@ -42,14 +43,16 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 
 
 class MultiStreamDrafter(Drafter):
-    """Drafts with the streams of the newest token in the target's cache, after the token drawn next."""
+    """Drafts with the streams of the newest token in the target's cache, for the places after the token drawn
+    next.
+    """
 
     def __init__(
         self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
-        """transformer: has streams.
+        """transformer: a model with streams.
 
-        max_rows: most rows of a pass with streams, its nodes included; 0: no draft's pass has streams.
+        max_rows: most rows of a pass with streams, including its nodes; 0: no draft's pass has streams.
         """
         assert transformer.streams is not None
         self._transformer = transformer
@@ -65,7 +68,7 @@ class MultiStreamDrafter(Drafter):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the streams' states; another token's are next."""
+        """Drop the states of the streams, because those of another token come next."""
         self._branches: Array | None = None
         """(S, D) initial states of the newest token's streams."""
         self._states: Array | None = None
@@ -127,10 +130,11 @@ class MultiStreamDrafter(Drafter):
         return ranked
 
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
-        """The likeliest ends of the accepted path: rows of streams in this pass save a pass later.
+        """The nodes in which the accepted path most probably ends. Streams in this pass save a pass later.
 
-        The path ends in a node if it reaches the node and none of its children is right. A pass of streams
-        alone takes a plain pass over as many layers, plus row_share of it for every row after the first.
+        The path ends in a node if it reaches the node and none of the node's children is accepted. A pass of
+        streams alone takes as long as a plain pass over as many layers, plus row_share of it for every row
+        after the first.
         """
         if len(draft) == 1:
             # The next pass may have no draft either; if it has one, the streams run then.
