@@ -1,1 +1,3 @@
-"""Conversion of checkpoints to bundles; `convert.convert` is the entry. Running a bundle needs none of it."""
+"""Converts checkpoints to bundles; `convert.convert` is the entry. Running a bundle needs none of
+this code.
+"""

@@ -1,7 +1,7 @@
 """Row-column bundling: turns rows read from a checkpoint into the bytes of a bundle's files.
 
-A neuron's record holds its gate row, its up row where there is one, and its *column* of the down projection
-("LLM in a flash", arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
+A neuron's record holds its gate row, its up row if there is one, and its *column* of the down projection
+("LLM in a flash", arXiv 2312.11514, section 3.2), so that one read gets a complete neuron.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ondevice.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts or slices, or elements of
-    one resident tensor, whole tiles of a matrix.
+    """The next bytes of a bundle file: records (n, stride), bytes (n,) of experts or slices, or elements of a
+    resident tensor (full tiles if it is a matrix).
 
-    source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
-    nothing at 16 bits. last: true for the last records of a file.
+    source_bytes: number of checkpoint bytes that it was made from. fidelity: how storing changed the weights,
+    by kind; empty at 16 bits. last: whether these are the last records of a file.
     """
 
     file: str
@@ -58,8 +58,8 @@ class Chunk:
 def pack(
     blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, runner: _native.Runner
 ) -> Generator[Chunk, None, None]:
-    """The blocks, quantised except for codes kept from the checkpoint, packed as chunks of the bundle's
-    files, in order.
+    """Yields the blocks as chunks of the bundle's files, in order. Weights are quantised, unless the
+    checkpoint's codes are kept.
 
     Raises CheckpointError if a value can't be stored.
     """
@@ -120,9 +120,10 @@ def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray
 
 
 def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at: int) -> Chunk:
-    """A part of an expert's record from byte `at` on: rows of one matrix, or the biases of all its products.
+    """A part of an expert's record, which begins at byte `at`: rows of one matrix, or all biases of its
+    products.
 
-    What ends a part is followed by the part's padding.
+    The end of a matrix's part is followed by its padding.
     """
     source = block.rows[0]
     fidelity: dict[str, Fidelity] = {}
@@ -143,7 +144,7 @@ def _expert_chunk(runner: _native.Runner, block: Block, layout: ExpertLayout, at
 def _slice_tiles(
     runner: _native.Runner, block: Block, matrix: TiledMatrix
 ) -> tuple[NDArray[np.uint8], Mapping[str, Fidelity]]:
-    """The tiles (nbytes,) of a slice's matrix, zero-padded to whole slices, and their fidelity."""
+    """The tiles (nbytes,) of one matrix of a slice, zero-padded to a full slice, and their fidelity."""
     stored = block.formats[0]
     rows = _stored(runner, block.rows[0], stored, block.sources[0])
     sizes = matrix.row.codes_bytes, matrix.row.scales_bytes, matrix.row.biases_bytes
@@ -158,7 +159,7 @@ def _slice_tiles(
 
 
 def _in_planes(matrices: Sequence[NDArray[np.uint8]], layout: SliceLayout) -> NDArray[np.uint8]:
-    """The record (stride,) of a slice, from the tiles (nbytes,) of its matrices."""
+    """The record (stride,) of a slice, made from the tiles (nbytes,) of its matrices."""
     record = np.zeros(layout.stride, dtype=np.uint8)
     for data, (high, low), matrix in zip(matrices, layout.places, layout.tiles.matrices, strict=True):
         of_high = record[high : high + matrix.tiles * matrix.high_tile_bytes]
@@ -179,7 +180,7 @@ def _parts(rows: QuantizedRows) -> tuple[NDArray[np.uint8], NDArray[np.uint8], N
 
 
 def _tiles(runner: _native.Runner, rows: QuantizedRows, stored: RowFormat) -> NDArray[np.uint8]:
-    """Tiles (n, bytes of 16 rows) of rows, zero-padded to 16."""
+    """The tiles (n, bytes of 16 rows) of rows, zero-padded to a multiple of 16 rows."""
     parts = _parts(rows)
     row_bytes = sum(values.shape[1] for values in parts)
     data = np.empty(padded(len(rows.codes), TILE_ROWS) * row_bytes, dtype=np.uint8)
@@ -203,7 +204,7 @@ def _stored(
 
 
 def _fidelity(runner: _native.Runner, block: Block, rows: Sequence[QuantizedRows]) -> dict[str, Fidelity]:
-    """What storing the block did to it, by kind of matrix; empty at 16 bits, where it isn't worth
+    """How storing a block changed its weights, by kind of matrix. Empty at 16 bits, where it isn't worth
     measuring.
     """
     kinds: dict[str, Fidelity] = {}

@@ -1,4 +1,4 @@
-"""Chooses the quantisation for `--quant auto`: a quantised checkpoint's own formats, so that codes are
+"""Chooses the quantisation for `--quant auto`: the formats of a quantised checkpoint, so that its codes are
 copied.
 """
 
@@ -32,12 +32,13 @@ Place = tuple[MatrixKind, int | None, str]
 
 
 def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
-    """The quantisation for `--quant auto`: the bits of most quantised weights' codes, else q4.
+    """The quantisation for `--quant auto`: the number of bits that most quantised weights have; q4 if none is
+    quantised.
 
-    Matrices that are stored as tiles are copied exactly, layer by layer, where those of a layer have one
-    format that tiles hold. Else they have the format that holds the codes of at least half of their weights,
-    and the others are rounded to it, in one format for all of a kind where they aren't tiles. A checkpoint
-    without tensors, of which only the config.json is here, is planned as q4.
+    Matrices that are stored as tiles are copied exactly, if those of a layer have one format and tiles can
+    have it. Other matrices get the format that can hold the codes of at least half of their weights, and the
+    remaining ones are rounded to it. Matrices that aren't stored as tiles have one format for each kind. A
+    checkpoint that consists only of a config.json is planned as q4.
     """
     if not checkpoint.tensors:
         return QuantConfig(4)
@@ -58,8 +59,8 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
 def _by_name(
     formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]], plain: RowFormat
 ) -> tuple[tuple[str, RowFormat], ...]:
-    """`QuantConfig.formats`: each kind's most common format, then the parts and layers that differ from
-    it.
+    """The value of `QuantConfig.formats`: each kind's most common format, then those of parts and layers that
+    differ.
     """
     named: dict[str, RowFormat] = {}
     for kind in MATRIX_KINDS:
@@ -81,7 +82,7 @@ def _by_name(
 
 
 def _common(formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence[SourceTensor]]) -> RowFormat:
-    """The format of most weights."""
+    """The format that most weights have."""
     weights: Counter[RowFormat] = Counter()
     for place, stored in formats.items():
         weights[stored] += sum(prod(tensor.shape) for tensor in tensors[place])
@@ -89,8 +90,9 @@ def _common(formats: Mapping[Place, RowFormat], tensors: Mapping[Place, Sequence
 
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, str, SourceTensor]]:
-    """The checkpoint's matrices, each with its kind, layer and part, except down projections of neurons
-    stored as records.
+    """Yields the checkpoint's matrices, each with its kind, layer and part.
+
+    Down projections of neurons that are stored as records are left out.
     """
     config, tensors = checkpoint.config, checkpoint.tensors
     for name, sources in resident_sources(checkpoint):
@@ -113,7 +115,7 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[MatrixKind, int | None, 
 
 
 def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
-    """The bits that hold the codes of most quantised weights; `otherwise` where none has codes."""
+    """The number of bits that can hold the codes of most quantised weights; `otherwise` if none has codes."""
     weights: Counter[Bits] = Counter()
     for tensor in tensors:
         if tensor.code_bits:
@@ -122,7 +124,7 @@ def _chosen_bits(tensors: Iterable[SourceTensor], otherwise: Bits) -> Bits:
 
 
 def _exact_format(tensors: Sequence[SourceTensor], kind: MatrixKind, config: ModelConfig) -> RowFormat | None:
-    """The tile format that holds every value of these matrices, or None."""
+    """The tile format that holds every value of these matrices exactly, or None."""
     formats = {tensor.tile_format for tensor in tensors}
     stored = formats.pop() if len(formats) == 1 else None
     if stored is not None and stored.two_levels and kind == "down" and slice_unit(config) % SUPER_SIZE:
@@ -131,9 +133,9 @@ def _exact_format(tensors: Sequence[SourceTensor], kind: MatrixKind, config: Mod
 
 
 def _chosen_format(tensors: Sequence[SourceTensor], bits: Bits) -> RowFormat:
-    """The format of matrices at `bits` bits: that of most of their weights' codes, if there is one.
+    """The format of matrices with `bits` bits: the one that the codes of most of their weights have, if any.
 
-    MXFP4 is that of all or of none, as nothing is rounded to it.
+    MXFP4 is chosen only if all of them have it, because nothing is rounded to it.
     """
     if tensors and bits == MXFP4.bits and all(tensor.code_format == MXFP4 for tensor in tensors):
         return MXFP4

@@ -2,10 +2,10 @@
 
     checkpoint -> disk space -> embedding, layers, head, tokenizer -> manifest -> trial -> rename
 
-Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Four stages
-overlap: one thread reads, one quantises (on every core), the calling one checksums and writes, and one tries
-the layers that are written. Training, if any, comes before the renaming and works on a copy. If it is
-interrupted, it starts from the same bytes again.
+Everything is written to `<output>.partial`, which is renamed to `<output>` when it is a complete bundle. Four
+stages overlap: one thread reads, one quantises (on every core), the calling thread computes checksums and
+writes, and one tries out the layers that are written. Training, if there is any, precedes the renaming and
+works on a copy. If it is interrupted, it starts again from the same bytes.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ logger = logging.getLogger(__name__)
 class Training:
     """Training of a bundle before it gets its final name.
 
-    identity: a word that identifies the training data. With the checkpoint and the options it determines the
-    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it; None: a text rounds,
-    and nothing is trained. pieces: token ids by which weights of 4 to 6 bits are rounded, at most
-    `most_tokens` of them in all; none to round without a text. is_random: the pieces are no text.
+    identity: a word that identifies the training data. Together with the checkpoint and the options it
+    determines the bytes of the bundle. run: trains the bundle in a folder, and adds the result to it; None if
+    the text is used only for rounding. pieces: token ids of the text by which weights of 4 to 6 bits are
+    rounded, at most `most_tokens` in all; empty to round without a text. is_random: whether the pieces are
+    random tokens instead of a text.
     """
 
     identity: str
@@ -124,16 +125,16 @@ def convert(
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that folder.
 
     Args:
-        source: the checkpoint, see `open_checkpoint`, or one that is open, which is closed at the end.
+        source: the path of a checkpoint, or an open checkpoint, which is closed at the end.
         output: the new folder.
-        quant: q4, q5, q6, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
+        quant: q4, q5, q6, q8, f16, or a QuantConfig; auto is what `chosen_quant` chooses.
         on_progress: called from this thread, several times a second. An exception from it stops the
             conversion, which can then be resumed.
-        resume: go on with what an interrupted run left. The result has the bytes of an uninterrupted run. The
-            source files must be unchanged: one with another size or time of change is a UsageError. A
-            finished bundle stays as it is. Interrupted training begins anew.
-        force: replace an existing bundle, or start again over an unfinished one.
-        begin_training: gives the training that is done before the bundle takes its name, if any.
+        resume: whether to continue an interrupted run. The result has the same bytes as that of an
+            uninterrupted run. Source files must be unchanged: another size or time of change is a UsageError.
+            A finished bundle stays as it is. Interrupted training begins again.
+        force: whether to replace an existing bundle, or to start again in place of an unfinished one.
+        begin_training: returns the training to do before the bundle gets its final name, or None.
 
     Raises UsageError if `output` may not be written, ModelNotFoundError, UnsupportedModelError or
     CheckpointError for the source, OndeviceError if the disk is full or refuses.
@@ -182,10 +183,10 @@ def convert(
 def _rounding_pieces(
     checkpoint: Checkpoint, training: Training, quant: QuantConfig
 ) -> Sequence[Sequence[int]]:
-    """The pieces of text by which weights are rounded; none for experts and latent attention, whose inputs
-    aren't recorded.
+    """The pieces of text by which weights are rounded; empty for models with experts or latent attention,
+    whose inputs aren't recorded.
 
-    Raises UnsupportedModelError for random pieces then, which do nothing but round.
+    For such models, raises UnsupportedModelError for random pieces, which are of no other use.
     """
     config = checkpoint.config
     latent = config.any_layer(lambda layer: layer.attention.latent is not None)
@@ -201,7 +202,7 @@ def _rounding_pieces(
 
 
 def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
-    """True if `folder` is a whole bundle of this checkpoint, at any number of bits, trained or not."""
+    """Whether `folder` is a complete bundle of this checkpoint, with any number of bits, trained or not."""
     try:
         bundle = Bundle.open(folder)
     except (BundleError, ModelNotFoundError, UnsupportedModelError):
@@ -228,12 +229,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _origin(checkpoint: Checkpoint) -> str:
-    """What identifies a conversion's bytes, apart from its options."""
+    """What determines a conversion's bytes, apart from its options."""
     return f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
 
 
 class _Conversion:
-    """One run over the partial folder: it completes the files that are there to a finished bundle."""
+    """One run over the partial folder, which completes its files to a finished bundle."""
 
     def __init__(
         self,
@@ -262,12 +263,12 @@ class _Conversion:
         self._open()
 
     def close(self) -> None:
-        """End the trial."""
+        """End the trial of layers."""
         if self.trial is not None:
             self.trial.close()
 
     def run(self, on_progress: OnProgress | None) -> None:
-        """Write the missing files, the manifest last. Then delete the files that it doesn't list."""
+        """Write the missing files, the manifest last. Then delete files that aren't in the manifest."""
         if not self._is_complete():
             if not self._errors_are_known():
                 logger.warning("%s has lost part of its state; starting again", self._folder.partial)
@@ -294,7 +295,7 @@ class _Conversion:
         self._errors = ErrorLog(self._folder.partial)
 
     def _options(self) -> dict[str, str]:
-        """What the bytes depend on besides the source, in words."""
+        """The options on which the bytes depend, by name, in words."""
         quant, text = self._quant.name, "none"
         if self._quant != QuantConfig.parse(quant):
             quant += " with formats of the source"
@@ -308,14 +309,14 @@ class _Conversion:
         return sum(map(len, self._pieces))
 
     def _is_complete(self) -> bool:
-        """True if the bundle in the partial folder is whole, and only the renaming is missing."""
+        """Whether the bundle in the partial folder is complete, so that only the renaming is missing."""
         return _is_converted(self._folder.partial, self._checkpoint, self._quant, self._origin) and all(
             self._writer.finished(name) for name in (*self._record_files, RESIDENT)
         )
 
     @property
     def _measured(self) -> list[str]:
-        """The record files whose quantisation error is measured: those that aren't copies."""
+        """The record files whose quantisation error is measured: all that aren't copies."""
         return [*self._neurons, *self._experts, *self._tables]
 
     def _is_matrix(self, name: str) -> bool:
@@ -324,7 +325,7 @@ class _Conversion:
         return spec is not None and spec.matrix is not None
 
     def _errors_are_known(self) -> bool:
-        """True if the errors of all finished files were saved; only damage can have lost one."""
+        """Whether the errors of all finished files are saved. Only damage can have lost one."""
         if self._quant.bits == 16:
             return True
         finished = [name for name in self._measured if self._writer.finished(name)]
@@ -358,7 +359,7 @@ class _Conversion:
     def _chunks(
         self, wanted: Wanted, runner: _native.Runner, rounded: Mapping[str, RoundedRows] = NOT_ROUNDED
     ) -> Generator[Chunk, None, None]:
-        """The blocks that `wanted` selects, read and packed ahead."""
+        """Yields the blocks that `wanted` selects, read and packed ahead."""
         blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant, rounded), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
         # Closing the stages waits for the reads that are under way, so these are interrupted first:
@@ -376,8 +377,9 @@ class _Conversion:
     def _rounded_chunks(
         self, wanted: Wanted, meter: ProgressMeter, runner: _native.Runner
     ) -> Generator[Chunk, None, None]:
-        """The blocks that `wanted` selects, layer by layer, each layer rounded just before it is packed; then
-        those of no layer.
+        """Yields the blocks that `wanted` selects, layer by layer, then those of no layer.
+
+        Each layer is rounded just before it is packed.
         """
         rounding = LayerRounding(
             self._checkpoint,
@@ -402,7 +404,7 @@ class _Conversion:
                 yield from _counted(chunks, meter)
 
     def _write_chunks(self, chunks: Generator[Chunk, None, None], missing: Container[str]) -> None:
-        """Write chunks of record files as they come, and of the resident file between them."""
+        """Write chunks of record files as they arrive, and those of the resident file between them."""
 
         def resident() -> Iterator[Chunk]:
             for chunk in chunks:
@@ -419,7 +421,7 @@ class _Conversion:
 
     def _write_records(self, first: Chunk, following: Iterator[Chunk]) -> None:
         """Write the record file that begins with the chunk `first`. When it is complete, its layer can be
-        tried.
+        tried out.
         """
         self._writer.write_records(first.file, self._data(first.file, _until_last(first, following)))
         if self.trial is not None and first.file in self._neurons:
@@ -431,7 +433,7 @@ class _Conversion:
         )
 
     def _data(self, name: str, chunks: Iterator[Chunk]) -> Iterator[np.ndarray]:
-        """The chunks' data. Their error is saved before the writer sees the end of the iterator."""
+        """Yields the data of chunks, whose error is saved before the writer sees the end."""
         fidelity: dict[str, Fidelity] = {}
         for chunk in chunks:
             fidelity = joined(fidelity, chunk.fidelity)
@@ -459,8 +461,8 @@ class _Conversion:
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
 
     def _notes(self) -> tuple[str, ...]:
-        """Notes: whether a text rounded the weights, and what happened to quantised ones, by kind of
-        matrix.
+        """Notes for users: whether a text rounded the weights, and how quantised ones were
+        stored, by kind.
         """
         text: tuple[str, ...] = ()
         if self._pieces:
@@ -474,7 +476,7 @@ class _Conversion:
         return (*text, *(f"{kind}: {fidelity.note(self._formats_of(kind))}" for kind, fidelity in kinds))
 
     def _formats_of(self, kind: str) -> tuple[RowFormat, ...]:
-        """The formats of a kind of matrix that notes tell apart."""
+        """The formats of a kind of matrix that the notes distinguish."""
         matrices: dict[str, MatrixKind] = {
             "embedding": "embedding",
             "gate": "feed_forward",
@@ -496,7 +498,7 @@ def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _try_out(folder: OutputFolder, layers: LayersTrial | None) -> None:
-    """Check that the bundle computes usable logits; if not, delete it and raise CheckpointError."""
+    """Check that the bundle computes usable logits. If it doesn't, delete it and raise CheckpointError."""
     try:
         check_computes(Bundle.open(folder.partial), layers)
     except CheckpointError:
@@ -505,7 +507,7 @@ def _try_out(folder: OutputFolder, layers: LayersTrial | None) -> None:
 
 
 def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:
-    """Make the new `folder` with the bundle's files, and with `origin` as its fingerprint."""
+    """Make the new `folder` with the bundle's files and with the fingerprint `origin`."""
     copy_bundle(bundle, folder)
     provenance = replace(bundle.manifest.provenance, fingerprint=origin)
     with disk_errors(folder, "make room, then run again with --resume"):
@@ -513,7 +515,7 @@ def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:
 
 
 def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> bool:
-    """True if `folder` is a whole bundle of this checkpoint, trained if `origin` names a training."""
+    """Whether `folder` is a complete bundle of this checkpoint, and trained if `origin` names a training."""
     try:
         bundle = Bundle.open(folder)
     except (BundleError, ModelNotFoundError, UnsupportedModelError):
@@ -528,7 +530,7 @@ def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, orig
 
 
 def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> None:
-    """Raises CheckpointError for values that no manifest may hold, before any weights are written."""
+    """Check the manifest before weights are written. Raises CheckpointError for impossible values."""
     entry = FileEntry(0, "0" * 64, None)
     files = dict.fromkeys(bundle_files(checkpoint.config, checkpoint.tokenizer.info), entry)
     provenance = Provenance(checkpoint.name, checkpoint.source_format, CONVERTER_VERSION, fingerprint=origin)
@@ -540,9 +542,9 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
 
 
 def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
-    """Bytes that the bundle takes on disk, except that its manifest is estimated.
+    """The bytes that the bundle takes on disk. Only the size of its manifest is estimated.
 
-    twice: count the neurons twice, as they are written again in another order. Experts aren't.
+    twice: whether to count the neurons twice, since they are written again in another order. Experts aren't.
     """
     total, twice = _MANIFEST_BYTES, twice and checkpoint.config.experts is None
     for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
@@ -554,7 +556,9 @@ def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int
 
 
 def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
-    """Checkpoint bytes for each (file, tensor) of the bundle: of a record file, or of a resident tensor."""
+    """The number of checkpoint bytes for each (file, tensor) of the bundle: a record file or
+    resident tensor.
+    """
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
     if checkpoint.config.per_layer_width:
@@ -576,7 +580,7 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
 
 
 def _until_last(first: Chunk, following: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks of a record file, the last one marked: what follows it may take minutes."""
+    """Yields the chunks of a record file, with the last one marked. What follows it may take minutes."""
     chunk = first
     yield chunk
     while not chunk.last:
@@ -585,7 +589,7 @@ def _until_last(first: Chunk, following: Iterator[Chunk]) -> Iterator[Chunk]:
 
 
 def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:
-    """Yield the chunks. Each is reported when the next one is asked for, since it is written by then."""
+    """Yields the chunks. Each is reported when the next one is requested, since it has been written then."""
     for chunk in chunks:
         yield chunk
         meter.advance(chunk.file, chunk.source_bytes)

@@ -1,4 +1,6 @@
-"""The quantisation error measured so far, kept beside an unfinished bundle so that it can be resumed."""
+"""The quantisation error measured so far. It is kept in an unfinished bundle's folder, so that a run can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _SUMMARISED = {
 
 
 class ErrorLog:
-    """Errors by record file or resident tensor, and by kind of matrix within these.
+    """Quantisation errors by record file or resident tensor, and within these by kind of matrix.
 
     An entry is on disk before the data it belongs to.
     """
@@ -44,7 +46,7 @@ class ErrorLog:
             ) from error_
 
     def kinds(self) -> dict[str, Fidelity]:
-        """Everything so far by kind, such as attention, down or embedding."""
+        """All errors so far, by kind, such as attention, down or embedding."""
         kinds: dict[str, Fidelity] = {}
         for _, entry in sorted(self._entries.items()):
             kinds = joined(kinds, entry)

@@ -1,4 +1,4 @@
-"""What a conversion did to weights: how many kept their source's codes, and what rounding cost."""
+"""How a conversion changed weights: how many kept the codes of their source, and the error of rounding."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ondevice.kernels import _native
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Counts of weights, and their error over a sample of rows.
+    """Counts of weights by how they were stored, and their error over a sample of rows.
 
     copied: weights with codes, scale and bias of the source. rescaled: weights with the source's codes, whose
-    scale or bias was rounded to float16. rounded: weights that were quantised here.
+    scale or bias was rounded to float16. rounded: weights that the conversion quantised.
     """
 
     copied: int = 0
@@ -43,7 +43,7 @@ class Fidelity:
         )
 
     def note(self, formats: Sequence[RowFormat]) -> str:
-        """One line about weights that are stored in these formats."""
+        """A sentence about weights that are stored in these formats."""
         sizes = {stored.group_size for stored in formats}
         groups = f" in groups of {min(sizes)}" if len(sizes) == 1 and sizes != {GROUP_SIZE} else ""
         bits = " or ".join(map(str, sorted({stored.bits for stored in formats})))
@@ -65,7 +65,7 @@ def measure(
     rows: QuantizedRows,
     stored: RowFormat,
 ) -> Fidelity:
-    """The fidelity of rows stored at 4 to 8 bits."""
+    """How storing rows with 4 to 8 bits changed them."""
     if isinstance(source, RoundedRows):
         error, weight = source.squares.sum(axis=0)
         count = len(source.squares) * source.cols
@@ -83,7 +83,7 @@ def measure(
 
 
 def joined(one: Mapping[str, Fidelity], other: Mapping[str, Fidelity]) -> dict[str, Fidelity]:
-    """The sums of both, by kind of matrix."""
+    """The sums of two results, by kind of matrix."""
     kinds = dict(one)
     for kind, fidelity in other.items():
         kinds[kind] = kinds.get(kind, Fidelity()) + fidelity

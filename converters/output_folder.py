@@ -1,10 +1,10 @@
 """The folder that a conversion writes: `<output>.partial`, renamed to `<output>` when the bundle is complete.
 
-It replaces and deletes nothing but bundles and unfinished ones. Files are deleted one by one, by the names
-that conversions make, never as a whole tree.
+It replaces and deletes only bundles and unfinished bundles. Files are deleted one by one, by the names that
+conversions use, never as a tree.
 
-Training works on a copy of the bundle inside the partial folder, beside the folders that its ordering needs.
-The copy is then what takes the name `<output>`.
+Training works on a copy of the bundle inside the partial folder, where ordering neurons needs further
+folders. Afterwards the copy gets the name `<output>`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class OutputFolder:
     """The folder being written; only this process holds it between `claim` and `close`."""
 
     def __init__(self, output: Path) -> None:
-        """Raises UsageError if the system doesn't allow the name, or the longer names made from it."""
+        """output: the final folder. Raises UsageError if the system doesn't allow its name, or longer names
+        made from it.
+        """
         self.output = output.absolute()
         self.partial = self._sibling(PARTIAL)
         self.copy = self.partial / self.output.name
@@ -64,7 +66,9 @@ class OutputFolder:
         check_names(self.output)
 
     def check(self, resume: bool, force: bool) -> None:
-        """Raises UsageError if writing would touch files that `resume` and `force` don't allow to touch."""
+        """Check the output. Raises UsageError if writing would touch files that `resume` and `force` don't
+        allow to touch.
+        """
         if not self.output.name:
             raise UsageError(f"{self.output} can't be an output folder")
         self._force = force
@@ -81,7 +85,9 @@ class OutputFolder:
             self._check_leftover(resume or force)
 
     def claim(self, resume: bool) -> None:
-        """Make the partial folder, empty unless resuming. Raises OndeviceError if that can't be done."""
+        """Make the partial folder, or take over the one to resume. Raises OndeviceError if that can't be
+        done.
+        """
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._locked()
@@ -93,7 +99,9 @@ class OutputFolder:
             self.clear()
 
     def clear(self, keep: Container[str] = ()) -> None:
-        """Delete the conversion's files in the partial folder, except `keep`. Raises OndeviceError."""
+        """Delete the conversion's files in the partial folder, except those in `keep`. Raises
+        OndeviceError.
+        """
         try:
             for folder in self._inner_folders():
                 _delete_files(folder, also=DOCUMENTS)
@@ -105,7 +113,9 @@ class OutputFolder:
             ) from error
 
     def check_space(self, bundle_bytes: int) -> None:
-        """Raises OndeviceError unless the disk has room for the bytes still missing of `bundle_bytes`."""
+        """Check the disk. Raises OndeviceError unless it has room for those of `bundle_bytes` that are still
+        missing.
+        """
         present = sum(entry.stat().st_size for entry in self.partial.iterdir() if entry.is_file())
         needed = max(0, bundle_bytes - present)
         free = shutil.disk_usage(self.partial).free
@@ -118,7 +128,7 @@ class OutputFolder:
             )
 
     def publish(self) -> None:
-        """Give the whole bundle, or its copy if there is one, the name `output`.
+        """Give the finished bundle, or its trained copy if there is one, the name `output`.
 
         An older bundle of that name is deleted. Raises UsageError if something else has taken the name
         meanwhile, OndeviceError if the disk refuses.
@@ -140,9 +150,9 @@ class OutputFolder:
         self.discard()
 
     def discard_leftover(self) -> None:
-        """Delete what a run left if it was interrupted after `output` got its name.
+        """Delete the files of a run that was interrupted after `output` got its name.
 
-        Raises UsageError if it holds a file of the user's.
+        Raises UsageError if one of them is a file of the user.
         """
         if self.partial.is_dir():
             self._check_partial()
@@ -158,12 +168,14 @@ class OutputFolder:
             self._descriptor = -1
 
     def _require_unlocked(self) -> None:
-        """Raises OndeviceError if another conversion is at work in the partial folder."""
+        """Check that no other conversion uses the partial folder. Raises OndeviceError if one does."""
         with suppress(OSError):
             os.close(self._locked())
 
     def _locked(self) -> int:
-        """Descriptor of the partial folder, locked until it is closed. Raises OndeviceError, OSError."""
+        """A descriptor of the partial folder, which is locked until it is closed. Raises OndeviceError,
+        OSError.
+        """
         descriptor = os.open(self.partial, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,7 +201,8 @@ class OutputFolder:
             _check_contents(self.output, "--force replaces nothing but a bundle")
 
     def _check_leftover(self, allowed: bool) -> None:
-        """Check that `<output>.replaced` is a bundle that an interrupted run put aside, not the user's.
+        """Check that `<output>.replaced` is a bundle that an interrupted run moved there, and not a folder of
+        the user.
 
         Raises UsageError if it isn't, or if it isn't `allowed`.
         """
@@ -203,7 +216,9 @@ class OutputFolder:
         self._may_discard = True
 
     def _check_partial(self) -> None:
-        """Raises UsageError if the partial folder holds anything that no conversion put there."""
+        """Check the partial folder. Raises UsageError if it contains anything that no conversion
+        put there.
+        """
         why = "conversions work there"
         inner = self._inner_folders()
         _check_contents(self.partial, why, besides=inner)
@@ -211,7 +226,7 @@ class OutputFolder:
             _check_contents(folder, why, besides=[folder / name for name in DOCUMENTS])
 
     def _inner_folders(self) -> list[Path]:
-        """The copy, and the folders that an interrupted ordering leaves beside it."""
+        """The trained copy, and the folders that an interrupted ordering leaves next to it."""
         folders = [self.partial / (self.output.name + suffix) for suffix in ("", PARTIAL, REPLACED)]
         return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
@@ -223,7 +238,7 @@ class OutputFolder:
                 self.partial.rmdir()
 
     def _discard_replaced(self) -> None:
-        """Delete the bundle that was put aside, its manifest last: until then it is known as a bundle."""
+        """Delete the replaced bundle, its manifest last, so that it is recognised as a bundle until then."""
         if not self._may_discard:
             return
         try:
@@ -247,8 +262,8 @@ class OutputFolder:
 def remove_bundle(folder: Path) -> int:
     """Delete a bundle or an unfinished one, `<name>.partial`, and return the bytes that it took.
 
-    Raises UsageError, and deletes nothing, if the folder holds anything that is no part of a bundle;
-    OndeviceError if a conversion is at work in it, or if the disk refuses.
+    Raises UsageError, and deletes nothing, if the folder contains anything that isn't part of a bundle.
+    Raises OndeviceError if a conversion is using the folder, or if the disk refuses.
     """
     if folder.is_symlink():
         raise UsageError(f"{folder} is a link; delete it yourself, and what it leads to if you mean that")
@@ -276,7 +291,9 @@ def _bytes_of(folder: Path) -> int:
 
 
 def check_names(output: Path) -> None:
-    """Raises UsageError if the system doesn't allow an output's name, or the longer ones made from it."""
+    """Check an output's name. Raises UsageError if the system doesn't allow it, or longer names
+    made from it.
+    """
     for suffix in ("", PARTIAL, REPLACED):
         _check_name(_sibling(output, suffix))
 
@@ -298,13 +315,15 @@ def _check_name(path: Path) -> None:
 
 
 def _is_made_here(name: str) -> bool:
-    """True for names of files that a conversion makes, finished or not."""
+    """Whether a name is that of a file that conversions make, finished or not."""
     name = name.removesuffix(".tmp")
     return name in _NAMES or _LAYERS.fullmatch(name) is not None
 
 
 def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> None:
-    """Raises UsageError if `folder` holds anything but `besides` and what conversions put there."""
+    """Check a folder's content. Raises UsageError for anything that conversions don't put there and that
+    isn't in `besides`.
+    """
     for entry in sorted(folder.iterdir()):
         if entry in besides:
             continue
@@ -315,7 +334,8 @@ def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> No
 
 
 def _delete_files(folder: Path, keep: Container[str] = (), also: Container[str] = ()) -> None:
-    """Delete the files in `folder` that a conversion makes and those named in `also`, except `keep`.
+    """Delete those files in `folder` that a conversion makes or that are named in `also`, except those in
+    `keep`.
 
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""Stages of work that run at the same time: each stage is a generator, run ahead on a thread of its own."""
+"""Runs stages of work at the same time: each stage is a generator that runs ahead on a separate thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def ahead(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """The items of `source`, computed up to `depth` ahead on another thread, in order.
+    """Yields the items of `source` in order. Another thread computes up to `depth` of them ahead.
 
-    An exception of `source` is raised here, after the items before it. Closing this generator waits for the
-    item under way, then closes `source`.
+    An exception of `source` is raised here, after the items that precede it. Closing this generator waits for
+    the item that is being computed, then closes `source`.
     """
     end = object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="converter-stage")

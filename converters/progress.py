@@ -1,4 +1,4 @@
-"""The progress of a conversion, as it is reported to the caller."""
+"""The progress of a conversion, in the form that callers get."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Share that is done, from 0 to 1."""
+        """The share of the work that is done, from 0 to 1."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
@@ -32,7 +32,9 @@ OnProgress = Callable[[Progress], None]
 
 
 class ProgressMeter:
-    """Counts bytes and reports them. Skipped bytes, done by an earlier run, don't count for the speed."""
+    """Counts bytes and reports them. Bytes that an earlier run has done are skipped and don't count for the
+    speed.
+    """
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         self._total_bytes = total_bytes
@@ -43,7 +45,7 @@ class ProgressMeter:
         self._reported_seconds = float("-inf")
 
     def skip(self, nbytes: int) -> None:
-        """Count `nbytes` that need no work."""
+        """Count `nbytes` that need no work, because an earlier run has done them."""
         self._skipped_bytes += nbytes
 
     def advance(self, step: str, nbytes: int) -> None:

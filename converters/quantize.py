@@ -1,9 +1,8 @@
 """Group-affine quantisation of weight rows, `w = scale * q + bias`, and its error.
 
 The native kernel does the work. `tests/support/quantize_reference.py` defines every bit of its result, and is
-what tests compare it with.
-Legend: R rows, C columns, G groups of 32 or 64 columns. A format that is given as its bits alone has groups
-of 64.
+what tests compare it with. Legend: R rows, C columns, G groups of 32 or 64 columns. A format given only as a
+number of bits has groups of 64.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SAMPLED_ROWS = 4
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows as a bundle stores them, columns zero-padded to a multiple of 64.
+    """Rows in the form that a bundle stores, with columns zero-padded to a multiple of 64.
 
     codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: without gaps, low bits first. scales,
     biases: float16 (R, G). At 16 bits, codes hold float16 values and there are no scales and biases (G = 0).
@@ -55,7 +54,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows rounded before they are stored, with their errors.
+    """Rows that were rounded before they are stored, with their errors.
 
     cols: logical columns. squares: float64 (R, 2), sums over each row of (stored - exact)^2 and exact^2.
     """
@@ -73,10 +72,10 @@ class RoundedRows:
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Rows of a quantised checkpoint, by codes that a bundle can hold unchanged.
+    """Rows of a quantised checkpoint, as codes that a bundle can hold unchanged.
 
-    codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 where
-    float16 may not hold them: those of the checkpoint exactly, for the format's groups. Biases that aren't
+    codes: as in QuantizedRows, in the bundle's format. scales, biases: float16 (R, G), or float32 if float16
+    might not hold them: exactly the checkpoint's values, for the groups of the format. Biases that aren't
     stored are (R, 0). MXFP4 has uint8 scales, two levels of scales are headers, as in QuantizedRows.
     """
 
@@ -102,7 +101,9 @@ def in_columns(
 def _cut_parts(
     parts: tuple[NDArray[Any], ...], start: int, stop: int, stored: RowFormat
 ) -> Iterator[NDArray[Any]]:
-    """Codes, scales or headers, and biases of the groups that hold columns [start, stop)."""
+    """Yields the codes, the scales or headers, and the biases of the groups that contain columns [start,
+    stop).
+    """
     unit = SUPER_SIZE if stored.two_levels else GROUP_SIZE
     per_group = unit // stored.group_size
     first, last = start // unit, -(-stop // unit)
@@ -112,28 +113,30 @@ def _cut_parts(
 
 
 class EncodedColumns(Protocol):
-    """Columns of a checkpoint's matrix (C, columns), still encoded, to become rows (R, C)."""
+    """Columns of a checkpoint's matrix (C, columns) that are still encoded and will become rows (R, C)."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def taken(self, start: int, stop: int) -> EncodedColumns:
-        """Columns [start, stop) of these; `start` is a multiple of 16."""
+        """Columns [start, stop) of these columns. start: a multiple of 16."""
         ...
 
     def quantised(self, runner: _native.Runner, stored: RowFormat) -> QuantizedRows | None:
-        """The rows as `quantize` gives them at 4 to 8 bits; None where it raises CheckpointError."""
+        """The rows that `quantize` would return with 4 to 8 bits; None where it would raise
+        CheckpointError.
+        """
         ...
 
     def decoded(self, picks: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Some of the rows, (picks, C)."""
+        """Rows `picks` of the decoded matrix, (picks, C)."""
         ...
 
 
 def padded_codes(
     codes: NDArray[np.uint8], scales: NDArray[Any], biases: NDArray[Any], layout: RowLayout
 ) -> SourceCodes:
-    """Codes, scales and biases, zero-padded to whole groups of rows as in `layout`."""
+    """Codes, scales and biases of rows, zero-padded to full groups as in `layout`."""
     more = ((0, 0), (0, layout.groups - scales.shape[1]))
     if layout.groups == scales.shape[1]:
         return SourceCodes(codes, scales, biases)
@@ -143,15 +146,15 @@ def padded_codes(
 
 
 def row_format(stored: Stored) -> RowFormat:
-    """The row format; a number of bits alone means groups of 64."""
+    """The row format that `stored` means. A number of bits stands for a format with groups of 64."""
     return stored if isinstance(stored, RowFormat) else RowFormat(stored)
 
 
 def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows:
     """The source's codes unchanged, with scales and biases rounded to float16.
 
-    Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16, implied
-    biases included, and for scales of MXFP4 that are beyond float32.
+    Raises CheckpointError, which names the tensor, for scales and biases (including implied ones) that are
+    beyond float16, and for scales of MXFP4 that are beyond float32.
     """
     if row_format(stored).mxfp4:
         if source.scales.max(initial=0) > MAX_POWER:
@@ -174,16 +177,16 @@ def store_codes(source: SourceCodes, stored: Stored, name: str) -> QuantizedRows
 
 
 def _check_headers(headers: NDArray[np.uint8], stored: RowFormat, name: str) -> None:
-    """Raises CheckpointError unless every float16 in headers (R, bytes) is finite."""
+    """Check headers (R, bytes). Raises CheckpointError unless every float16 in them is finite."""
     each = headers.reshape(-1, stored.header_bytes)[:, : stored.upper_bytes]
     if not np.isfinite(np.ascontiguousarray(each).view(np.float16)).all():
         raise bad_values(name)
 
 
 def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str) -> QuantizedRows:
-    """Quantise rows to 4 to 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
+    """Rows quantised to 4 to 8 bits, or rounded to float16 (16 bits). `weights` may be a transposed view.
 
-    Biases are chosen, so that none is implied.
+    Biases are chosen freely, so the format must not imply them.
 
     Raises CheckpointError, which names the tensor, for NaN, infinity and values beyond float16.
     """
@@ -197,7 +200,7 @@ def quantize(runner: _native.Runner, weights: Weights, stored: Stored, name: str
 
 
 def dequantize(rows: QuantizedRows | SourceCodes, stored: Stored, cols: int) -> NDArray[np.float32]:
-    """(R, cols) float32 values of quantised rows."""
+    """The values of quantised rows, (R, cols) float32."""
     layout = row_format(stored)
     if layout.bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
@@ -232,9 +235,10 @@ class SquaredError:
 
     @property
     def relative(self) -> float:
-        """Root-mean-square error over root-mean-square weight.
+        """The root-mean-square error divided by the root-mean-square weight.
 
-        It is rounded to three significant digits, which don't depend on another machine's order of summation.
+        It is rounded to three significant digits, which are the same on every machine, whatever its order of
+        summation.
         """
         if self.weight == 0.0:
             return 0.0
@@ -244,7 +248,7 @@ class SquaredError:
 def quantize_encoded(
     runner: _native.Runner, source: EncodedColumns, stored: RowFormat, name: str
 ) -> QuantizedRows:
-    """`quantize` of encoded columns at 4 to 8 bits. Raises CheckpointError as it does."""
+    """Encoded columns quantised to 4 to 8 bits, as `quantize` would. Raises CheckpointError as it does."""
     rows = source.quantised(runner, stored)
     if rows is None:
         raise bad_values(name)
@@ -258,9 +262,10 @@ def sampled_error(
     stored: Stored,
     copied: bool = False,
 ) -> SquaredError:
-    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising.
+    """The quantisation error of a few evenly spaced rows. Measuring all rows would take longer than
+    quantising.
 
-    copied: the rows are the source's codes, stored with all their scales and biases as they are.
+    copied: whether the rows are the source's codes, stored with all their scales and biases unchanged.
     """
     picks = _sampled_rows(len(rows.codes))
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
@@ -280,17 +285,19 @@ def sampled_error(
 
 @lru_cache
 def _sampled_rows(count: int) -> NDArray[np.int64]:
-    """The rows out of `count` whose error is measured, evenly spaced."""
+    """Indices of the rows, evenly spaced among `count`, whose error is measured."""
     return np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
 
 
 def _squares(values: NDArray[np.float64]) -> float:
-    """The sum of squares of (R, C)."""
+    """The sum of the squares of values (R, C)."""
     return float(np.einsum("ij,ij->", values, values))
 
 
 def _dequantized(runner: _native.Runner, rows: QuantizedRows, stored: Stored) -> NDArray[np.float32]:
-    """(R, padded_cols): `dequantize` of rows at 2 to 8 bits, by the kernels where they know rows of these."""
+    """The values of rows at 2 to 8 bits, (R, padded_cols). The kernels compute them if they know
+    the format.
+    """
     cols = rows.codes.shape[1] * 8 // row_format(stored).bits
     if row_format(stored).tiles_only:
         return dequantize(rows, stored, cols)
@@ -301,7 +308,7 @@ def _dequantized(runner: _native.Runner, rows: QuantizedRows, stored: Stored) ->
 
 
 def bad_values(name: str) -> CheckpointError:
-    """The error about a tensor with values that no format holds."""
+    """The error about a tensor that has values which no format can hold."""
     return CheckpointError(
         f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was not "
         "saved properly; download it again, or save it again in float32 with finite weights"

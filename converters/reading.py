@@ -63,15 +63,16 @@ _PROJECTION = re.compile(r"layers\.\d+\.attention\.(q|k|v|kv|z|x|b|c)")
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that belong together: rows of one matrix, or those of the same neurons, gate, up (if there is one)
-    and down (transposed).
+    """Rows that belong together: rows of one matrix, or the gate, up (if there is one) and down rows
+    (transposed) of some neurons.
 
-    file: the bundle file that they go to. tensor: the resident tensor, or `records`.
-    sources: the checkpoint's names of `rows`. kinds: attention, attention_output, down, embedding,
-    expert_down, expert_gate, expert_up, gate, head, other, per_layer or up, for each of a matrix. formats:
-    how each matrix is stored. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n
-    rows, or n rows that are rounded, or n columns that are still encoded; a vector is (n,) float32. nbytes:
-    checkpoint bytes of them. last: true for the last block of the tensor.
+    file: the bundle file that they are written to. tensor: the resident tensor, or `records`. sources: the
+    checkpoint's name of each of `rows`. kinds: the kind of each matrix: attention, attention_output, down,
+    embedding, expert_down, expert_gate, expert_up, gate, head, other, per_layer or up. formats: how each
+    matrix is stored. rows: for each matrix, values (n, columns) in the stored type, or the checkpoint's codes
+    of n rows, or n rows that are already rounded, or n columns that are still encoded; a vector is (n,)
+    float32. nbytes: number of checkpoint bytes that the rows take. last: whether this is the tensor's last
+    block.
     """
 
     file: str
@@ -90,12 +91,12 @@ def read_blocks(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows] = NOT_ROUNDED,
 ) -> Generator[Block, None, None]:
-    """All blocks in file order: embedding and per-layer rows; layer by layer resident tensors, neurons, gates
-    and experts; the rest.
+    """Yields all blocks in the order of files: embedding and per-layer rows; layer by layer resident tensors,
+    neurons, gates and experts; then all others.
 
-    quant: how the bundle stores weights. The checkpoint's own codes are taken where they fit.
-    rounded: matrices to take as they are, by their names. A down projection's rows are neurons, unless
-    feed-forwards are stored in slices.
+    quant: how the bundle stores weights. The checkpoint's codes are used if they fit. rounded: matrices that
+    are already rounded, by name. A down projection's rows are neurons, unless feed-forwards are stored in
+    slices.
     """
     layers = checkpoint.config.num_layers
     if wanted(EMBEDDING, RECORDS_TENSOR):
@@ -115,7 +116,9 @@ def read_blocks(
 
 
 def layer_of(file: str, tensor: str, layers: int) -> int:
-    """The layer with which a record file or resident tensor is written; `layers` for what follows them."""
+    """The layer with which a record file or a resident tensor is written; `layers` for those written after
+    all layers.
+    """
     if tensor == POSITIONS:
         return 0
     match = re.search(r"(?:^layers\.|-)(\d+)\.", tensor if file == RESIDENT else file)
@@ -129,7 +132,9 @@ def _layer_records(
     quant: QuantConfig,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """A layer's neurons, its gates if they have a file, and its experts, if it has any."""
+    """Yields the blocks of a layer's neurons, of its gates if they have a file, and of its experts if there
+    are any.
+    """
     records = checkpoint.config.records[layer]
     if records and wanted(neuron_file_name(layer), RECORDS_TENSOR):
         of_layer = _slices if checkpoint.config.is_sliced else _neurons
@@ -148,7 +153,9 @@ def _resident(
     matrix: TiledMatrix | None,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """The blocks of a resident tensor. matrix: what it holds as tiles; None for float32 values."""
+    """Yields the blocks of a resident tensor. matrix: the matrix that it holds as tiles; None for float32
+    values.
+    """
     if matrix is not None:
         (source,), kind = sources, NAMES_OF_KINDS[matrix_kind(tensor)]
         yield from _matrix(RESIDENT, tensor, kind, source, matrix.row.stored, rounded)
@@ -161,7 +168,7 @@ def _resident(
 
 
 def matrix_kind(tensor: str) -> MatrixKind | None:
-    """The kind of a resident matrix, by its tensor's name; None for kinds that few models have."""
+    """The kind of a resident matrix, by its tensor's name; None for kinds that only few models have."""
     if _PROJECTION.fullmatch(tensor):
         return "qkv"
     kinds: dict[str, MatrixKind] = {"head": "head", "attention.out": "out"}
@@ -169,7 +176,9 @@ def matrix_kind(tensor: str) -> MatrixKind | None:
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
-    """Every resident tensor with the checkpoint tensors that it is made from, in order: one for a matrix."""
+    """Yields every resident tensor with the checkpoint tensors that it is made from, in order; a matrix is
+    made from one.
+    """
     config, tensors = checkpoint.config, checkpoint.tensors
     if config.learned_positions:
         yield POSITIONS, [tensors[names.POSITIONS]]
@@ -224,7 +233,9 @@ def _norm(
 
 
 def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
-    """Bytes of the largest down projection read in several blocks of columns; 0 if there is none."""
+    """The bytes of the largest down projection that is read in several blocks of columns; 0 if
+    there is none.
+    """
     layers = (layer for layer, records in enumerate(checkpoint.config.records) if records)
     downs = {layer: checkpoint.tensors[names.LayerNames(layer).down] for layer in layers}
     if checkpoint.config.is_sliced:
@@ -238,7 +249,7 @@ def held_matrix_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
 
 
 def _columns_bytes(down: SourceTensor, quant: QuantConfig) -> int:
-    """Bytes of all columns in memory, encoded or as values."""
+    """The bytes of all columns in memory, either encoded or as values."""
     return down.values_nbytes if down.encoded_columns(0, 0, quant.plain) is None else down.nbytes
 
 
@@ -286,7 +297,7 @@ def _neurons(
 def _slices(
     checkpoint: Checkpoint, layer: int, quant: QuantConfig, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Block]:
-    """A layer's slices, matrix by matrix: rows of gate and up, and columns of down."""
+    """Yields the blocks of a layer's slices, matrix by matrix: rows of gate and up, and columns of down."""
     sources = [
         checkpoint.tensors[name] for name in names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
     ]
@@ -322,9 +333,10 @@ def _slices(
 def _slices_of_columns(
     down: SourceTensor, size: int, stored: RowFormat, rounded: Mapping[str, RoundedRows]
 ) -> Iterator[Weights | SourceCodes | RoundedRows]:
-    """The columns of a down projection, `size` at a time.
+    """Yields the columns of a down projection, `size` at a time.
 
-    All codes of a quantised one are held at once, and columns of another as many as DOWN_BLOCK_BYTES hold.
+    If it is quantised, all codes are in memory at once; otherwise as many columns as fit into
+    DOWN_BLOCK_BYTES.
     """
     outputs, neurons = down.shape
     held, known = neurons, rounded.get(down.name) or down.quantized_rows(0, outputs, stored)
@@ -338,7 +350,9 @@ def _slices_of_columns(
 
 
 def _experts(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
-    """A layer's experts, matrix by matrix, each followed by the biases of its products, if it has any."""
+    """Yields the blocks of a layer's experts, matrix by matrix, each followed by the biases of its products,
+    if any.
+    """
     name, spec, tensors = names.LayerNames(layer), checkpoint.config.layers[layer], checkpoint.tensors
     assert spec.experts is not None
     file, last = expert_file_name(layer), spec.experts.count - 1
@@ -362,7 +376,7 @@ def _matrix(
     stored: RowFormat,
     rounded: Mapping[str, RoundedRows],
 ) -> Iterator[Block]:
-    """Rows of a matrix, in blocks of a multiple of 16 except the last."""
+    """Yields the rows of a matrix in blocks, each a multiple of 16 rows except the last."""
     count, step = source.shape[0], _rows_per_block(source)
     for start in range(0, count, step):
         stop = min(start + step, count)
@@ -372,7 +386,7 @@ def _matrix(
 
 
 def _values(tensor: str, source: SourceTensor) -> Iterator[Block]:
-    """A matrix whose rows stay unchanged, such as learned positions; each block is one vector.
+    """Yields the rows of a matrix that stays unchanged, such as learned positions. Each block is one vector.
 
     Raises CheckpointError if a value isn't finite.
     """
@@ -396,11 +410,15 @@ def _rows(
 
 
 def _share(source: SourceTensor, start: int, stop: int, count: int) -> int:
-    """Checkpoint bytes of rows or columns [start, stop) out of `count`; shares add up to the total."""
+    """The checkpoint bytes that count for rows or columns [start, stop) out of `count`. Shares add up to the
+    total.
+    """
     return source.nbytes * stop // count - source.nbytes * start // count
 
 
 def _rows_per_block(source: SourceTensor) -> int:
-    """Rows read at a time: complete units, and a multiple of 16, which the kernels quantise together."""
+    """Number of rows that are read at a time: full units, and a multiple of 16, which the kernels quantise
+    together.
+    """
     unit = lcm(16, source.row_unit)
     return max(unit, BLOCK_BYTES * source.shape[0] // source.values_nbytes // unit * unit)

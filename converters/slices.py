@@ -1,7 +1,7 @@
 """Writes a slice of a bundle as a separate bundle, for a machine that runs some of a model's layers.
 
-Files of records are linked, or copied where no link can be made. The resident tensors and sidecars are
-copied layer by layer, checked on the way.
+Files of records are linked, or copied if no link is possible. The resident tensors and sidecars are copied
+layer by layer, and checked while they are read.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _REMEDY = "make room, or choose another --output"
 def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
     """Write `bundle`, a result of `Bundle.slice`, as the bundle `output`, and return its path.
 
-    The folder has the name `output` when all of it is there. Damaged sidecars are left out. Raises UsageError
-    if `output` exists and `force` doesn't allow to replace it, FlashReadError for damaged tensors, and
-    OndeviceError if the disk refuses.
+    The folder gets the name `output` when it is complete. Damaged sidecars are left out. Raises UsageError if
+    `output` exists and `force` is False, FlashReadError for damaged tensors, and OndeviceError if the disk
+    refuses.
     """
     if bundle.config.part == FULL_MODEL:
         raise UsageError(f"{bundle.name} would be whole in one slice; copy its folder")
@@ -80,8 +80,10 @@ def write_slice(bundle: Bundle, output: Path, force: bool = False) -> Path:
 
 
 def _written_bytes(bundle: Bundle, folder: Path) -> int:
-    """Disk space in bytes that a slice takes in `folder`: its resident file, and record files that can't be
-    linked from another disk.
+    """The disk space in bytes that a slice takes in `folder`.
+
+    It is that of its resident file, and of record files that can't be linked because they are on another
+    disk.
     """
     names = bundle_files(bundle.config, bundle.manifest.tokenizer)[:-1]
     files, disk = [bundle.file(name) for name in names if name != RESIDENT], _disk(folder)
@@ -171,7 +173,7 @@ def _link(source: Path, folder: Path) -> None:
 def _copy_tensors(
     bundle: Bundle, source: CheckedFile, tensors: Mapping[str, TensorSpec], path: Path
 ) -> FileDigest:
-    """Write the safetensors file `path` with some tensors of `source`, checked as they are read."""
+    """Write some tensors of `source` to the safetensors file `path`, checking them while they are read."""
     # The unit of the source's checksums is that of every file of its kind.
     layout = tensors_layout(tensors, source.crc_units[0])
     digest = FileDigest(layout, _native.crc32c)

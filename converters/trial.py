@@ -1,9 +1,10 @@
-"""Tries a bundle before it gets its name: a few tokens pass through it, so that unusable models are refused.
+"""Tries out a bundle before it gets its final name, by running a few tokens through it, so that unusable
+models are refused.
 
-The layers of one that is converted without a stop are tried while the next are converted.
+If a conversion runs without interruption, layers are tried out while the next ones are converted.
 
-One layer's attention is in memory at a time, and a few MB of neurons or of the output head, or an expert.
-So a trial takes no more memory than the conversion did.
+Only one layer's attention is in memory at a time, and a few MB of neurons or of the output head, or one
+expert. So a trial takes no more memory than the conversion.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ READ_THREADS = 2
 
 
 class LayersTrial:
-    """A trial of layers while the ones after them are converted: each is read just after it was written.
+    """Tries out layers while the next ones are converted. Each is read just after it was written.
 
-    So its bytes come from the page cache, checked by CRC-32C. What a disk gives back later isn't known by it:
-    `check_computes` reads a sample from there.
+    Its bytes come from the page cache, and are checked by CRC-32C. This doesn't test what the disk returns
+    later: for that, `check_computes` reads a sample.
     """
 
     def __init__(self, config: ModelConfig, quant: QuantConfig) -> None:
@@ -96,7 +97,7 @@ class LayersTrial:
         return self._spans[name]
 
     def add(self, resident: CheckedFile, embedding: CheckedFile, neurons: CheckedFile) -> None:
-        """Begin the next layer's trial, after waiting until at most one is under way.
+        """Begin to try out the next layer, after waiting until at most one trial is under way.
 
         Raises FlashReadError if a file can't be opened.
         """
@@ -108,16 +109,16 @@ class LayersTrial:
         self._pending.append(self._thread.submit(self._through, reader, resident, layer))
 
     def states(self) -> Float32 | None:
-        """(T, D) output of the last layer; None unless every layer was added.
+        """The output (T, D) of the last layer; None unless every layer was added.
 
-        Raises BundleError and FlashReadError of the first layer that has one.
+        Raises the BundleError or FlashReadError of the first layer that failed.
         """
         for future in self._pending:
             future.result()
         return self._x if len(self._pending) == self._config.num_layers else None
 
     def close(self) -> None:
-        """Wait for the layer under way, and forget the others. Idempotent."""
+        """Wait for the layer that is being tried out, and forget the others. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
         for reader in self._readers:
             reader.close()
@@ -144,7 +145,7 @@ class LayersTrial:
 class _WrittenNeurons:
     """The `FeedForwardSource` of a layer whose neuron file is the reader's first.
 
-    buffers: two of PIECE_BYTES.
+    buffers: two buffers of PIECE_BYTES.
     """
 
     def __init__(
@@ -164,7 +165,9 @@ class _WrittenNeurons:
         self._buffers = buffers
 
     def read(self, first: int, count: int) -> Bytes:
-        """As in its protocol, but valid until the read after the next: reused memory is cheaper."""
+        """The records of neurons first .. first + count, valid until the read after the next one, because
+        buffers are reused.
+        """
         self._buffers.reverse()
         layout, nbytes = self.layout, self.layout.nbytes(count)
         record, records = first // layout.neurons, layout.num_records(count)
@@ -175,26 +178,27 @@ class _WrittenNeurons:
         return out.reshape(records, layout.stride)
 
     def check_gates(self, first: int, records: Bytes) -> None:
-        """Compare the gates' copies with these records, where a bundle has such copies."""
+        """Compare the copies of gates with these records, if the bundle has such copies."""
 
 
 def tries_layers(config: ModelConfig) -> bool:
-    """Whether `LayersTrial` can try the model's layers."""
+    """Whether `LayersTrial` can try out the model's layers."""
     # Copies of gates are compared with a file that is written after the neurons; matrices that make an
     # embedding as wide as a layer are written last.
     return config.is_plain and not config.zeros_gates and not config.embedding_width
 
 
 def trial_tokens(config: ModelConfig) -> Sequence[int]:
-    """The tokens of a trial."""
+    """The token ids that a trial runs."""
     return range(0, config.vocab_size, -(-config.vocab_size // TRIAL_TOKENS))
 
 
 def check_computes(bundle: Bundle, layers: LayersTrial | None = None) -> None:
-    """Raises CheckpointError if logits aren't finite, or are equal for every token of the vocabulary.
+    """Check a bundle's logits. Raises CheckpointError if they aren't finite, or are equal for all tokens of
+    the vocabulary.
 
-    layers: a trial of the bundle's layers, of which then a sample is read. Raises FlashReadError if the disk
-    doesn't give back what was written.
+    layers: a trial of the bundle's layers; with it, only a sample of them is read. Raises FlashReadError if
+    the disk doesn't return what was written.
     """
     config = bundle.config
     try:
@@ -208,9 +212,9 @@ def check_computes(bundle: Bundle, layers: LayersTrial | None = None) -> None:
 
 
 def trial_logits(bundle: Bundle, tokens: Sequence[int], x: Float32 | None = None) -> Float32:
-    """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError.
+    """The logits (T, V) of a text of T tokens, equal to those of the loaded model. Raises BundleError.
 
-    x: (T, D) the last layer's output, if it is known; of layers, only a sample is read then.
+    x: the last layer's output (T, D), if it is known; then only a sample of the layers is read.
     """
     runner = make_runner(usable_cores())
     with FlashReader(bundle_files(bundle)) as reader:
@@ -246,7 +250,7 @@ def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
 def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
-    """(T, V) logits of x (T, D), the last layer's output, as pieces of a few columns."""
+    """Yields the logits (T, V) in pieces of a few columns. x: the last layer's output, (T, D)."""
     config, x = bundle.config, _narrowed(bundle, resident, runner, x)
     head = head_part(bundle, resident, embedding_records(bundle, reader))
     biases = resident.vector("head.bias") if config.head_bias else None
@@ -269,7 +273,7 @@ def _logits(
 
 
 def _narrowed(bundle: Bundle, resident: TensorFile, runner: _native.Runner, x: Float32) -> Float32:
-    """(T, E) input of the head, from the last layer's output x (T, D): normed, and E wide."""
+    """The head's input, (T, E), from the last layer's output x (T, D): normed, and projected to width E."""
     config, backend = (
         bundle.config,
         CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS),

@@ -1,6 +1,6 @@
 """Runs a few tokens through a bundle's layers, one layer in memory at a time.
 
-A layer's attention is loaded whole, and a few MB of its neurons, or one of its experts.
+A layer's attention is loaded completely, its neurons a few MB at a time, and its experts one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ memory of this size has huge pages: with pieces of 4 MB, a 7B trial took 1.3 cor
 
 
 class LayerBackend(CpuBackend):
-    """A backend for one layer after another, whose matrices reuse the memory of the layer before."""
+    """A backend that runs one layer after another. A layer's matrices reuse the memory of the
+    layer before.
+    """
 
     def __init__(self, runner: _native.Runner, layout: RecordLayout | SliceLayout) -> None:
         neurons = layout.neurons_in(PIECE_BYTES)
@@ -68,7 +70,7 @@ class LayerBackend(CpuBackend):
         return matrix
 
     def next_layer(self) -> None:
-        """Forget the layer that was loaded."""
+        """Forget the layer that is loaded."""
         self._free, self._used = self._used, []
         self.feed_forwards.clear()
 
@@ -85,9 +87,9 @@ def through_layer(
     x: Float32 | None,
     inputs: Sequence[Part],
 ) -> Float32:
-    """(T, D) output of a plain model's layer for its input x (T, D); without x, the tokens' embedding.
+    """The output (T, D) of a plain model's layer. x: its input (T, D); None for the tokens' embedding.
 
-    inputs: the parts with which that is made.
+    inputs: the parts that compute the embedding.
     """
     alone = replace(config, layers=config.layers[layer : layer + 1])
     backend.next_layer()
@@ -107,7 +109,7 @@ def through_layer(
 
 
 class LayerByLayer:
-    """A text's pass through all layers of a bundle, whatever their blocks."""
+    """Runs a text through all layers of a bundle, whatever blocks they have."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class LayerByLayer:
         """Keys and values of layers whose keys and values others read."""
 
     def run(self) -> Float32:
-        """(T, D) output of the last layer."""
+        """The output (T, D) of the last layer."""
         config, width = self._config, self._config.per_layer_width
         model = self._around()
         residual_streams, inputs = model.embed_residuals(self._tokens)
@@ -161,7 +163,7 @@ class LayerByLayer:
     def _through(
         self, layer: int, residual_streams: ResidualStreams, inputs: Float32 | None
     ) -> tuple[ResidualStreams, list[Block]]:
-        """A layer's output, and its keys and values. inputs: the layer's per-layer inputs, (T, W)."""
+        """The output of a layer, and its keys and values. inputs: the layer's per-layer inputs, (T, W)."""
         config, backend = self._config, self._backend
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of
         layers: tuple[LayerSpec, ...] = (spec,)
@@ -203,7 +205,7 @@ def _held(residual_streams: ResidualStreams) -> ResidualStreams:
 
 
 class _Pieces(NeuronSource):
-    """Neuron source that reads the neurons of `source` a piece at a time."""
+    """A neuron source that reads the neurons of `source` one piece at a time."""
 
     def __init__(self, source: FeedForwardSource, piece_neurons: int) -> None:
         self._source = source
@@ -220,13 +222,13 @@ class _Pieces(NeuronSource):
 
 
 class _Experts(NeuronSource):
-    """Neuron source that reads experts one at a time."""
+    """A neuron source that reads experts one at a time."""
 
     def __init__(self, experts: ExpertRecords) -> None:
         self._experts = experts
 
     def offloaded(self, layer: int, batch: ForwardBatch) -> Sequence[Bytes]:
-        """No neurons: those that aren't an expert's are in memory."""
+        """Nothing: the neurons that belong to no expert are already in memory."""
         return ()
 
     def experts(
@@ -240,6 +242,6 @@ class _Experts(NeuronSource):
 
 
 def loaded_parts(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
-    """The parts as the backend holds them, by field."""
+    """The parts to load, loaded into the backend, by field."""
     with TaskResults(part_tasks(parts, never_cancelled)) as ahead:
         return {part.field: part.load(backend, ahead) for part in parts}

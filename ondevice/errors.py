@@ -220,7 +220,11 @@ def json_fault(error: Exception) -> str:
 
 
 class LibraryErrors:
-    """A context in which exceptions of a library about bad input become errors of this package."""
+    """A context in which exceptions of a library about bad input become errors of this package.
+
+    Libraries raise Exception or, for failed checks in Rust, PanicException. The latter derives from
+    BaseException and can't be imported, so it is recognised by its name.
+    """
 
     def __init__(self, error_of: Callable[[str], OndeviceError]) -> None:
         """error_of: makes the error for a library's message."""

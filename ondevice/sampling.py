@@ -258,6 +258,9 @@ def penalised_ids(
 def count_penalties(config: SamplingConfig, generated: TokenIds) -> tuple[TokenIds, npt.NDArray[np.float32]]:
     """The distinct ids (N,) of the text after the prompt, ascending, and how much each one's logit is
     reduced, (N,).
+
+    generated: ids in any order. The logit of a token that occurs n times is reduced by `n * frequency_penalty
+    + presence_penalty`.
     """
     ids, counts = np.unique(generated, return_counts=True)
     return ids, (counts * config.frequency_penalty + config.presence_penalty).astype(np.float32)

@@ -40,7 +40,10 @@ class Score:
 
 
 class TokenScore(NamedTuple):
-    """The log-probability of a token after the tokens before it, and the likeliest tokens with theirs."""
+    """The log-probability of a token after the tokens before it, and the likeliest tokens with theirs.
+
+    Logarithms are natural ones, as in `log_probabilities`.
+    """
 
     token: int
     logprob: float
@@ -97,7 +100,11 @@ def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator
 
 
 def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[list[int]]:
-    """Yields the pieces of a text on which a model is scored."""
+    """Yields the pieces of a text on which a model is scored.
+
+    Raises UsageError, when the first piece is taken, if the text is too short. Raises BudgetError at once if
+    the budget has shortened the context, because perplexity depends on it.
+    """
     resolved.require_default_context()
     settings = resolved.bundle.manifest.tokenizer
     return windows(tokens, resolved.plan.max_context, settings.bos_id if settings.add_bos else None)

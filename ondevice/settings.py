@@ -1,4 +1,9 @@
-"""All options that a user can set. Their defaults come from the config dataclasses."""
+"""All options that a user can set. Their defaults come from the config dataclasses.
+
+A flag takes precedence over an environment variable (`ONDEVICE_<OPTION>`), which takes precedence over the
+settings file, and this over the default. This module knows the options and the file; the command line reads
+flags and variables.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class DraftStats:
     decision: str = ""
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        """Sums over both generations. `other` is the later one, whose `decision` wins."""
+        """The sums over two generations. `other` is the later one, whose `decision` is kept."""
         return DraftStats(
             self.drafts + other.drafts,
             self.draft_tokens + other.draft_tokens,
@@ -48,14 +48,14 @@ class DraftStats:
 
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
-        """Acceptance rate at each depth from 1 on: accepted over drafted."""
+        """The acceptance rate at each depth from 1 on: accepted draft tokens divided by drafted ones."""
         return tuple(
             accepted / drafted
             for accepted, drafted in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The stats as an object for JSON."""
         counts = {
             key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()
         }
@@ -64,8 +64,10 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class HopStats:
-    """Cost of a rank's messages. Sending overlaps with computing; `waited_seconds` count all waiting for
-    messages, also while another rank has nothing to do.
+    """What a rank's messages cost.
+
+    Sending overlaps with computing. `waited_seconds` include all waiting for messages, also while another
+    rank has nothing to do.
     """
 
     messages: int = 0
@@ -84,7 +86,7 @@ class HopStats:
 class RankStats:
     """One of several machines that share a model: its layers, its budget and its costs.
 
-    `peak_memory_bytes` is its process's. `hops` are the messages that it sent and received.
+    `peak_memory_bytes` is the peak of its process. `hops` describes the messages that it sent and received.
     """
 
     rank: int = 0
@@ -96,22 +98,22 @@ class RankStats:
     hops: HopStats = HopStats()
 
     def since(self, before: RankStats) -> RankStats:
-        """The same with the counts since `before`."""
+        """The same stats, with the counts since `before`."""
         read = self.flash_bytes_read - before.flash_bytes_read
         return dataclasses.replace(self, flash_bytes_read=read, hops=self.hops - before.hops)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, and for messages between ranks."""
+        """The stats as an object for JSON and for messages between ranks."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Stats of one generation. Rates are per second of wall time, 0.0 where nothing was measured.
+    """Stats of one generation. Rates are per second of wall time; 0.0 if nothing was measured.
 
-    `peak_memory_bytes` is the whole process's peak, interpreter included. `flash_read_seconds` is wall time
-    with a read in flight. `flash_cpu_seconds` is the processor time of the threads that read and compare
-    checksums.
+    `peak_memory_bytes` is the peak of the complete process, including the interpreter. `flash_read_seconds`
+    is wall time with a read in flight. `flash_cpu_seconds` is the processor time of the threads that read and
+    compare checksums.
 
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1.
     `prefetch_recall` is the share of the others that were prefetched. `prefetch_wasted_bytes` counts bytes
@@ -173,7 +175,7 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class PromptUse:
-    """A prompt's tokens, and how many of them weren't computed, as `GenerationStats` has them."""
+    """The number of a prompt's tokens, and how many of them weren't computed, as in `GenerationStats`."""
 
     tokens: int
     reused_tokens: int
@@ -200,7 +202,7 @@ def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
 
     `drafting` is the sum over all runs, because its parts belong together.
 
-    Raises UsageError for no runs.
+    Raises UsageError if there are no runs.
     """
     if not runs:
         raise UsageError("there are no runs to take the median of")

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and the memory and cores of this process and machine.
+"""Reads sizes as people write them, and reads the memory and cores of this process and machine.
 
 GB is 10^9 bytes, GiB is 2^30. Limits of control groups count as the machine's, because a process that exceeds
 them is killed.
@@ -46,7 +46,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | None = None) -> int:
-    """Bytes meant by `value`: `4GB`, `3.5GiB`, `60%`, `123456`, or `auto`. Fractions round down.
+    """The number of bytes that `value` means: `4GB`, `3.5GiB`, `60%`, `123456`, or `auto`. Fractions round
+    down.
 
     percent_of: bytes that `100%` stands for; the machine's memory by default. auto: bytes that `auto` stands
     for; by default `auto` is refused. Raises UsageError on anything else, on a negative size and on more than
@@ -76,7 +77,9 @@ def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | N
 
 
 def parse_budget(value: str | int, *, auto: int | None = None) -> int:
-    """`parse_size` for a memory budget. Also raises UsageError for a small number without a unit."""
+    """The bytes of a memory budget, parsed as by `parse_size`. Also raises UsageError for a small number
+    without a unit.
+    """
     size = parse_size(value, auto=auto)
     bare = str(value).strip().replace(".", "", 1).isdigit()
     if bare and 0 < size < MIN_BARE_BYTES:
@@ -118,7 +121,7 @@ class ProcessMemory:
 
 
 def process_memory(proc: Path = PROC) -> ProcessMemory:
-    """This process's memory. Raises BackendUnavailableError if the system doesn't report it."""
+    """The memory of this process. Raises BackendUnavailableError if the system doesn't report it."""
     if sys.platform == "darwin":
         return _macos_footprint()
     sizes = read_kilobytes(proc / "self" / "status", ("VmRSS", "VmHWM"))
@@ -151,7 +154,7 @@ def machine_room(proc: Path = PROC) -> MemoryRoom:
 
 
 def group_rooms(proc: Path = PROC, cgroup: Path = CGROUP) -> list[MemoryRoom]:
-    """The room of every control group with a memory limit that this process is in; none on macOS."""
+    """The memory of every control group with a limit that this process is in; empty on macOS."""
     if sys.platform == "darwin":
         return []
     return [
@@ -182,7 +185,7 @@ def memory_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Number of cores this process may use, at least 1.
 
-    It is the CPU affinity's count, or the control group's quota, rounded up, if that is less.
+    It is the number of cores in the CPU affinity, or the control group's quota, rounded up, if that is less.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -214,7 +217,7 @@ class MemoryGroup:
 
     @property
     def unused_cache_bytes(self) -> int:
-        """Inactive page cache that no program has mapped.
+        """Bytes of inactive page cache that no program has mapped.
 
         The system counts even mapped code as inactive until memory is short.
         """
@@ -223,7 +226,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """Names of a hierarchy's control files, and of lines in them."""
+    """The names of control files in a hierarchy, and of lines in these files."""
 
     limits: tuple[str, ...]
     usage: str
@@ -243,7 +246,9 @@ _GROUP_FILES = (
 
 
 def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGroup]:
-    """Every control group with a memory limit that this process is in, from the innermost to the root."""
+    """Yields every control group with a memory limit that this process is in, from the innermost
+    to the root.
+    """
     for folder in _group_folders(proc, cgroup, "memory"):
         for names in _GROUP_FILES:
             limits = [_digits(read_text(folder / name)) for name in names.limits]
@@ -266,7 +271,7 @@ def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGr
 
 
 def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Folders of the controller's groups in v2 and v1 hierarchies, from the innermost to the root.
+    """Yields the folders of the controller's groups in v2 and v1 hierarchies, from the innermost to the root.
 
     Inside a container the path may name folders of the host that aren't mounted, which callers skip. The
     mount's root is then the container's group.
@@ -296,7 +301,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _counts(text: str | None) -> dict[str, int]:
-    """Numbers by name, from the lines of a control file that are a name and a whole number."""
+    """Numbers by name, from those lines of a control file that consist of a name and an integer."""
     pairs = (line.partition(" ") for line in (text or "").splitlines())
     return {name: count for name, _, value in pairs if (count := _digits(value)) is not None}
 
@@ -341,7 +346,7 @@ def _macos_footprint() -> ProcessMemory:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system. glibc would keep it and count against the budget."""
+    """Give freed memory back to the system. glibc would keep it, and it would count against the budget."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,1 +1,3 @@
-"""The model families: the config keys of each, and their meaning. `registry.read_config` is the entry."""
+"""The model families: the keys of each in `config.json`, and their meaning. `registry.read_config` is the
+entry.
+"""

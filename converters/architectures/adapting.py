@@ -1,5 +1,6 @@
-"""Steps that turn a family's tensors into those of `tensors.py`, by name, shape and order; each returns a new
-mapping.
+"""Steps that turn a family's tensors into those of `tensors.py`, by name, shape and order.
+
+Each step returns a new mapping.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def weights_and_biases(modules: Mapping[str, str]) -> dict[str, str]:
-    """Names for `renamed`: of each module's weight and bias. modules: old name to new name."""
+    """The names of each module's weight and bias, for `renamed`. modules: old name to new name."""
     return {f"{old}.{kind}": f"{new}.{kind}" for old, new in modules.items() for kind in ("weight", "bias")}
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """The tensors, with each layer's renamed. names: old name to new name, after `model.layers.N.`."""
+    """The tensors, with new names in every layer. names: old name to new name, both without
+    `model.layers.N.`.
+    """
 
     def new(name: str) -> str:
         match = _LAYER.fullmatch(name)
@@ -38,7 +41,7 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 
 def check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
-    """Raises CheckpointError unless the tensor has the shape that config.json implies."""
+    """Check a tensor's shape. Raises CheckpointError unless it is the one that config.json implies."""
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{tensor.name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}; "
@@ -47,7 +50,7 @@ def check_shape(tensor: SourceTensor, wanted: tuple[int, ...]) -> None:
 
 
 def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors without those of layers after the model's last, which predict tokens ahead."""
+    """The tensors without those of layers after the model's last one, which predict further tokens."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -56,10 +59,10 @@ def without_layers_ahead(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def split(tensors: Tensors, config: ModelConfig, name: str, parts: Mapping[str, int]) -> Tensors:
-    """The tensors, with each layer's fused tensor `name` split. parts: name and number of rows of each, in
-    order.
+    """The tensors, with each layer's fused tensor `name` split into parts. parts: the name and the number of
+    rows of each, in order.
 
-    Raises CheckpointError if it has another number of rows.
+    Raises CheckpointError if the fused tensor has another number of rows.
     """
     adapted = dict(tensors)
     total = sum(parts.values())
@@ -99,12 +102,14 @@ def split_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) -> Tensors:
-    """The tensors, with rows of queries and keys in rotate-half order: pairs (i, i + Dh / 2) turn together.
+    """The tensors, with rows of queries and keys in rotate-half order, in which the pairs (i, i + Dh / 2) are
+    rotated.
 
     Args:
         tensors: the checkpoint's tensors.
-        config: the model's; in each layer the first dimensions of a head turn.
-        interleaved: whether pairs are (2 i, 2 i + 1) there, and not (i, i + half of what turns).
+        config: the model's config. In each layer the first dimensions of a head are rotated.
+        interleaved: whether the checkpoint's pairs are (2 i, 2 i + 1); otherwise they are (i, i + half the
+            rotated dimensions).
     """
     orders = [_halves_order(rope, interleaved) for rope in config.ropes]
     adapted = dict(tensors)
@@ -143,10 +148,10 @@ def _halves_order(rope: RopeSpec, interleaved: bool) -> list[int]:
 
 
 def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, turning: int) -> SourceTensor:
-    """The rows of `heads` heads of `width` each, with the last `turning` ones of a head brought from pairs (2
-    i, 2 i + 1) to pairs (i, i + turning / 2).
+    """The rows of `heads` heads with their last `turning` rows reordered.
 
-    Raises CheckpointError for another number of rows.
+    Each head has `width` rows. Pairs (2 i, 2 i + 1) become pairs (i, i + turning / 2). Raises CheckpointError
+    for another number of rows.
     """
     if not source.shape or source.shape[0] != heads * width:
         raise CheckpointError(
@@ -159,8 +164,10 @@ def in_turning_halves(source: SourceTensor, name: str, heads: int, width: int, t
 
 
 def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
-    """The tensors, with each layer's fused projection `name` split, in which a key-value head's queries, key
-    and value are neighbours: [KVH, H / KVH + 2, Dh]. Raises CheckpointError if it has another number of rows.
+    """The tensors, with each layer's fused projection `name` split, in which each key-value head has its
+    queries, key and value together.
+
+    The projection's shape is [KVH, H / KVH + 2, Dh]. Raises CheckpointError if it has another number of rows.
     """
     heads, width = config.num_kv_heads, config.head_dim
     group = config.num_heads // heads
@@ -184,9 +191,10 @@ def split_grouped(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 
 def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors, with the one norm that attention and a parallel feed-forward share given to both.
+    """The tensors, in which attention and a parallel feed-forward each get a copy of the one norm that they
+    share.
 
-    Raises CheckpointError where the second block has a norm of its own.
+    Raises CheckpointError if the second block has a separate norm.
     """
     adapted = dict(tensors)
     for layer, spec in enumerate(config.layers):
@@ -206,8 +214,8 @@ def one_norm_for_both(tensors: Tensors, config: ModelConfig) -> Tensors:
 def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors, with norms of queries and keys for each head, and their biases.
 
-    A checkpoint has one for all heads (`q_layernorm.weight`), or one for each (`q_layernorm.norms.0.weight`
-    and so on); without biases, these are 0.
+    A checkpoint has one norm for all heads (`q_layernorm.weight`), or one for each
+    (`q_layernorm.norms.0.weight` and so on). Missing biases become 0.
     """
     adapted = dict(tensors)
     for layer in range(config.num_layers):
@@ -231,7 +239,7 @@ def norms_of_each_head(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
-    """The tensors under new names. prefixes: beginning of a name to its replacement."""
+    """The tensors under new names. prefixes: beginning of an old name to what replaces it."""
     named = {}
     for name, tensor in tensors.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
@@ -240,7 +248,7 @@ def under_model(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
 
 
 def norms_shifted(tensors: Tensors, shift: float = 1.0) -> Tensors:
-    """The tensors, with `shift` added to norm weights; many checkpoints store them minus one."""
+    """The tensors, with `shift` added to norm weights. Many checkpoints store these minus one."""
     return {
         name: Scaled(name, tensor, shift=shift) if name.endswith("norm.weight") else tensor
         for name, tensor in tensors.items()
@@ -260,7 +268,7 @@ def outputs_scaled(tensors: Tensors, config: ModelConfig, factor: float) -> Tens
 
 
 def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
-    """The tensors, with the last norm's weight, and so the logits, multiplied by `factor`."""
+    """The tensors, with the last norm's weight multiplied by `factor`, which multiplies the logits."""
     scaled = dict(tensors)
     if FINAL_NORM in scaled and factor != 1.0:
         scaled[FINAL_NORM] = Scaled(FINAL_NORM, scaled[FINAL_NORM], factor)
@@ -268,9 +276,10 @@ def logits_scaled(tensors: Tensors, factor: float) -> Tensors:
 
 
 def written_by_mlx(tensors: Tensors, ending: str) -> bool:
-    """Whether the convolutions, whose names end in `ending`, have MLX's shape (C, taps, 1).
+    """Whether MLX wrote the folder: whether convolutions, whose names end in `ending`, have MLX's shape (C,
+    taps, 1).
 
-    No other sign is in every folder that MLX has written.
+    Nothing else tells every folder that MLX has written from others.
     """
     shapes = [it.shape for name, it in tensors.items() if name.endswith(ending)]
     return any(len(shape) == 3 and shape[2] == 1 for shape in shapes)
@@ -279,7 +288,7 @@ def written_by_mlx(tensors: Tensors, ending: str) -> bool:
 def taps_first(name: str, conv: SourceTensor, channels: int, taps: int, by_mlx: bool = False) -> SourceTensor:
     """A causal convolution's weights as (taps, C), from (C, 1, taps), (C, taps, 1) or (C, taps).
 
-    by_mlx: whether it is as MLX stores it, in the second form. GGUF files have the third.
+    by_mlx: whether MLX wrote it, in the second form. GGUF files have the third.
     """
     flat = (channels, taps)
     if len(conv.shape) == 2:

@@ -1,7 +1,7 @@
 """Bamboo and TurboSparse-Mistral (arXiv 2406.05955): a Mistral whose gates and ups both go through ReLU.
 
-TurboSparse checkpoints bring predictors of the authors' own, of what dReLU makes zero; without them the model
-is exact, so they are left out. `ondevice train predictors` makes ours.
+TurboSparse checkpoints include the authors' predictors of which neurons dReLU makes zero. Without them the
+model is exact, so they are left out. `ondevice train predictors` trains new ones.
 """
 
 from __future__ import annotations

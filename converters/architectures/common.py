@@ -1,4 +1,4 @@
-"""What the families share: keys of sizes and activations, and a config of equal layers."""
+"""What the families share: keys of sizes and activations, and the config of a model with equal layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Tensors = Mapping[str, SourceTensor]
 
 
 def unchanged(tensors: Tensors) -> Tensors:
-    """The tensors of a family that names and shapes them as `tensors.py` does."""
+    """The tensors as they are, for a family that names and shapes them as `tensors.py` does."""
     return tensors
 
 
@@ -56,11 +56,12 @@ class Description:
     """A checkpoint's model, as its `config.json` describes it.
 
     adapt: gives the checkpoint's tensors the names, shapes and order that `tensors.py` describes.
-    notes: what a user should know of what was left out.
-    stored: the same model where its tensors have multipliers in them that its config names; none otherwise.
-    ahead: gives the layer that predicts one token more, as a model of that layer, and its tensors of the
-        checkpoint's, as `layers_ahead.py` has them; None in families without it. It raises CheckpointError
-        for a checkpoint without the layer, and UnsupportedModelError for a layer of another form.
+    notes: sentences for users on what was left out.
+    stored: given the tensors, returns the description of the same model if multipliers in the config are
+        already part of the tensors; None if that never happens.
+    ahead: returns the layer that predicts one more token, as a one-layer model, and its tensors, as
+        `layers_ahead.py` describes them; None in families without it. It raises CheckpointError for a
+        checkpoint without the layer, and UnsupportedModelError for a layer of another form.
     """
 
     config: ModelConfig
@@ -77,7 +78,7 @@ class Family:
     Args:
         model_type, class_name: its names in `config.json`.
         read: reads its keys.
-        other_classes: names that a class of the same model has elsewhere.
+        other_classes: other class names for the same model.
     """
 
     model_type: str
@@ -110,14 +111,14 @@ def read_sizes(
     vocab_size: int | None = None,
     neurons: tuple[str, int | None] = ("intermediate_size", None),
 ) -> Sizes:
-    """Sizes from `config.json`.
+    """The sizes in `config.json`.
 
     Args:
-        reader: of `config.json`.
-        max_context, heads, vocab_size: the family's values for missing keys; None: there must be one.
-        neurons: the key of the number of neurons, and likewise its value.
-        kv_heads, head_dim: likewise. None or a null key means as many key-value heads as heads, and
-            hidden_size / heads.
+        reader: reads `config.json`.
+        max_context, heads, vocab_size: the family's values for missing keys; None if the key is required.
+        neurons: the key for the number of neurons, and its value if it is missing.
+        kv_heads, head_dim: values for missing keys. None or a null key means as many key-value heads as
+            heads, and hidden_size / heads.
     """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads", heads)
@@ -165,7 +166,7 @@ def read_sizes(
 
 
 def read_activation(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """The activation's name here. Raises UnsupportedModelError for one that isn't known."""
+    """The activation's name in this package. Raises UnsupportedModelError for an unknown one."""
     activation = reader.text(key, default)
     if activation not in ACTIVATION_NAMES:
         raise UnsupportedModelError(
@@ -177,9 +178,10 @@ def read_activation(reader: ConfigReader, key: str = "hidden_act", default: str 
 def read_feed_forward(
     reader: ConfigReader, *, default: str = "silu", up_activation: UpActivation = "none"
 ) -> FeedForwardSpec:
-    """A gated feed-forward: its activation, which may be `fatrelu` with the threshold `hidden_act_param`.
+    """The gated feed-forward in `config.json`. Its activation may be `fatrelu` with the threshold
+    `hidden_act_param`.
 
-    Raises UnsupportedModelError for an activation that isn't known and for a threshold below zero.
+    Raises UnsupportedModelError for an unknown activation and for a threshold below zero.
     """
     if reader.text("hidden_act", default) != "fatrelu":
         return FeedForwardSpec(read_activation(reader, default=default), up_activation=up_activation)
@@ -203,7 +205,7 @@ def decoder(
     ropes: Sequence[RopeSpec],
     **options: Any,
 ) -> ModelConfig:
-    """The ModelConfig of these sizes and layers. options: its other fields."""
+    """The ModelConfig with these sizes and layers. options: its other fields."""
     return ModelConfig(
         architecture,
         sizes.hidden_size,
@@ -226,9 +228,9 @@ def uniform_layers(
     windows: Sequence[int] = (),
     norms: NormPlaces = "before",
 ) -> list[LayerSpec]:
-    """`count` layers that differ in their attention windows at most; without `windows`, in nothing.
+    """`count` layers that are equal, except for their attention windows if `windows` is given.
 
-    feed_forward: theirs, or the activation of a gated one.
+    feed_forward: the layers' feed-forward, or only the activation of a gated one.
     """
     if not isinstance(feed_forward, FeedForwardSpec):
         feed_forward = FeedForwardSpec(feed_forward)
@@ -313,16 +315,16 @@ def read_llama(
     up_activation: UpActivation = "none",
     eps: float = 1e-6,
 ) -> ModelConfig:
-    """The ModelConfig of a family with a Llama's blocks, from a Llama's keys.
+    """The ModelConfig of a family that has the blocks of a Llama, read from the keys of a Llama.
 
     Args:
-        reader: of `config.json`.
+        reader: reads `config.json`.
         architecture: the family's name.
         max_context, kv_heads, head_dim: as in `read_sizes`.
         attention: fields of every AttentionSpec.
         windows: the attention window of each layer, given their number; empty for full attention.
-        up_activation: what the up projection goes through.
-        eps: of the norms, where the key is missing.
+        up_activation: the activation of the up projection.
+        eps: the norms' epsilon if its key is missing.
     """
     sizes = read_sizes(reader, max_context=max_context, kv_heads=kv_heads, head_dim=head_dim)
     spec = AttentionSpec(score_scale(sizes.head_dim), **(attention or {}))
@@ -339,10 +341,10 @@ def read_llama(
 
 
 def check_code(reader: ConfigReader, module: str) -> None:
-    """Raises UnsupportedModelError if `auto_map` names code other than the family's own.
+    """Check `auto_map`. Raises UnsupportedModelError if it names other code than the family's.
 
-    That code is never run: what it computes is known here. module: the end of its files' names, as in
-    `modeling_phi3`.
+    The family's code is never run, because this package knows what it computes. module: the end of its files'
+    names, as in `modeling_phi3`.
     """
     code = reader.section("auto_map") or {}
     module_prefixes = (f"configuration_{module}.", f"modeling_{module}.")
@@ -370,7 +372,7 @@ def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
 
 
 def require_windows(kinds: Sequence[str], enabled: bool) -> None:
-    """Raises CheckpointError for sliding layers where no windows are enabled."""
+    """Check layers' kinds. Raises CheckpointError for sliding layers if no windows are enabled."""
     if "sliding_attention" in kinds and not enabled:
         raise CheckpointError(
             "config.json: layer_types names sliding layers while use_sliding_window is false or "
@@ -381,7 +383,7 @@ def require_windows(kinds: Sequence[str], enabled: bool) -> None:
 def read_layer_types(
     reader: ConfigReader, num_layers: int, known: Sequence[str] = (GLOBAL, LOCAL)
 ) -> list[str] | None:
-    """`layer_types`, one of the kinds `known` for each layer; None where it is missing."""
+    """The `layer_types` in `config.json`, each one of the kinds `known`; None if the key is missing."""
     kinds = reader.texts("layer_types")
     if kinds is None:
         return None
@@ -396,7 +398,7 @@ def read_layer_types(
 
 
 def check_window(window: int) -> None:
-    """Raises CheckpointError for a sliding window of no tokens."""
+    """Check a sliding window. Raises CheckpointError if it is 0 tokens."""
     if window < 1:
         raise CheckpointError(f"config.json: sliding_window is {window}; it must be 1 or more, or null")
 

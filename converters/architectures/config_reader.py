@@ -1,8 +1,8 @@
 """The strict reader of `config.json`.
 
 A key is *read* (it decides the arithmetic), *harmless* (it can't change a forward pass), or refused by name,
-because ignoring an unknown key could give a wrong model. Keys that are null or empty are never refused. One
-that is false is, unless false is known to mean what a model without the key does: elsewhere it departs.
+because ignoring an unknown key could give a wrong model. Keys that are null or empty are never refused. A key
+that is false is refused, unless false is known to mean the same as a missing key.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ class ConfigReader:
     """Reads `config.json` key by key. It remembers the keys read, so that `close` can refuse the others."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        """where: what `values` are part of, for messages."""
+        """values: the keys and values. where: what they are part of, for messages."""
         self._values = values
         self.where = where
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer below 2^64; a missing or null key gives the default, or CheckpointError without one."""
+        """An integer below 2^64. A missing or null key gives the default; without a default, raises
+        CheckpointError.
+        """
         value = self._value(key, default)
         if type(value) is not int or abs(value) >= INTEGER_LIMIT:
             raise self._wrong(key, value, "an integer of at most 64 bits")
@@ -85,21 +87,21 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> dict[str, Any] | None:
-        """A JSON object, or None where the key is missing, null or empty."""
+        """A JSON object; None if the key is missing, null or empty."""
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self._wrong(key, value, "an object")
         return value or None
 
     def texts(self, key: str) -> list[str] | None:
-        """A list of strings, or None where the key is missing, null or empty."""
+        """A list of strings; None if the key is missing, null or empty."""
         value = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(key, value, "a list of names")
         return value or None
 
     def numbers(self, key: str) -> list[float] | None:
-        """A list of finite numbers, or None where the key is missing, null or empty."""
+        """A list of finite numbers; None if the key is missing, null or empty."""
         value = self._value(key, [])
         if not isinstance(value, list) or not all(
             type(item) in (int, float) and abs(item) < 1e300 for item in value
@@ -108,12 +110,14 @@ class ConfigReader:
         return [float(item) for item in value] or None
 
     def values_of(self, key: str) -> list[Any]:
-        """The value of a key that may stand once or as a list, as a list. It isn't read yet."""
+        """The value of a key as a list, even if it isn't in a list. The key doesn't count as read."""
         value = self._values.get(key)
         return value if isinstance(value, list) and value else [value]
 
     def with_value(self, key: str, value: object) -> ConfigReader:
-        """A reader with another value for `key` that shares this one's record of keys read."""
+        """A reader with another value for `key`. It shares this reader's record of keys that have
+        been read.
+        """
         other = ConfigReader({**self._values, key: value}, self.where)
         other._read = self._read
         return other
@@ -127,7 +131,7 @@ class ConfigReader:
         return self.has(key) and self._values[key] is None
 
     def only(self, key: str, allowed: object) -> None:
-        """Refuse, by name, a value of `key` other than `allowed` or null."""
+        """Check that `key` has the value `allowed`, or null. Raises an error that names it if not."""
         value = self._value(key, allowed)
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             raise UnsupportedModelError(
@@ -135,7 +139,9 @@ class ConfigReader:
             )
 
     def close(self, harmless: frozenset[str] = frozenset()) -> None:
-        """Refuse every key that was neither read nor harmless, unless its value says nothing."""
+        """Check that every key was read or is harmless. Raises an error for another, unless its value has no
+        effect.
+        """
         unknown = [
             key
             for key, value in self._values.items()

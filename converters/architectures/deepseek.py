@@ -1,9 +1,9 @@
 """Latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash, which has the blocks of V3.
 
-The first layers are dense, the others have experts, of which some are shared. Pairs (2 i, 2 i + 1) turn in
-the checkpoints. A last layer of V3 and GLM predicts tokens ahead, and is no part of the model. The matrix
-that makes keys and values of latents is one there; in MLX's folders and in GGUF files it is mostly two, by
-heads.
+The first layers are dense, the others have experts, some of which are shared. In the checkpoints, the pairs
+(2 i, 2 i + 1) are rotated. A last layer of V3 and GLM predicts further tokens, and isn't part of the model.
+Keys and values are computed from latents by one matrix in a checkpoint, and mostly by two, split by heads, in
+MLX's folders and in GGUF files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def _read(
     dense_layers: int,
     reader: ConfigReader,
 ) -> Description:
-    """The description of a family with latent attention. defaults, max_context, dense_layers: used where a
-    key is missing.
+    """The description of a family with latent attention.
+
+    defaults, max_context, dense_layers: values for missing keys.
     """
     check_code(reader, "deepseek")
     latent = _read_latent(reader, defaults)
@@ -107,7 +108,7 @@ def _read(
 
 
 def _read_latent(reader: ConfigReader, defaults: LatentSpec) -> LatentSpec:
-    """The sizes of latent attention. A null `q_lora_rank` means that queries are made from a layer's
+    """The sizes of latent attention. A null `q_lora_rank` means that queries are computed from a layer's
     input.
     """
     without = reader.is_null("q_lora_rank")
@@ -145,8 +146,9 @@ def _with_experts(
 
 
 def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
-    """DeepSeek V2's experts, chosen by softmax among all experts, or among the groups with the best single
-    ones.
+    """The experts of DeepSeek V2.
+
+    They are chosen by softmax among all experts, or among the groups whose best expert is highest.
     """
     reader.only("scoring_func", "softmax")
     # Some of the authors' code then divides by the sum in the factor's place; no checkpoint asks for it.
@@ -173,9 +175,12 @@ def _experts_of_v2(reader: ConfigReader) -> ExpertsSpec:
 def experts_of_v3(
     defaults: tuple[int, int, int, float], groups: tuple[int, int], reader: ConfigReader
 ) -> ExpertsSpec:
-    """DeepSeek V3's experts, chosen by biased sigmoids among the groups with the best two experts.
+    """The experts of DeepSeek V3, chosen by biased sigmoids among the groups whose best two experts are
+    highest.
 
-    defaults: number of experts, of a token's, of an expert's neurons, and the factor of weights.
+    defaults: values for missing keys: number of experts, number that a token chooses, neurons of an expert,
+    and the factor of weights. groups: values for the number of groups, and of those that a token chooses
+    from.
     """
     reader.only("scoring_func", "sigmoid")
     reader.only("topk_method", "noaux_tc")

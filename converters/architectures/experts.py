@@ -21,13 +21,15 @@ class ExpertNames:
     """Names of a layer's expert tensors in a checkpoint, after `model.layers.N.`.
 
     Args:
-        gate, up, down: matrices of one expert; `{}` is its number. Ungated ones have no `up`.
+        gate, up, down: matrices of one expert; `{}` stands for its number. Ungated experts have no `up`.
         router: the router's matrix.
-        router_bias: what is added to its products; empty without.
-        choice_bias: what is added to scores for the choice; empty without.
-        shared: the dense feed-forward beside the experts, before `gate_proj.weight` and so on.
-        shared_gate: the matrix of its gate; empty without.
-        stack: all experts' matrices in folders that MLX has written, before `gate_proj.weight` and so on.
+        router_bias: the bias added to its products; empty without one.
+        choice_bias: the bias added to scores when experts are chosen; empty without one.
+        shared: the dense feed-forward that every token goes through, without the ending `gate_proj.weight`
+            and so on.
+        shared_gate: the matrix of its gate; empty without one.
+        stack: all experts' matrices in folders that MLX has written, without the ending `gate_proj.weight`
+            and so on.
     """
 
     gate: str = "mlp.experts.{}.gate_proj.weight"
@@ -41,12 +43,12 @@ class ExpertNames:
     stack: str = "mlp.switch_mlp."
 
     def merged(self, which: str) -> str:
-        """`gate`, `up` or `down` without an expert's number."""
+        """The names of `gate`, `up` or `down` without an expert's number."""
         pattern: str = getattr(self, which)
         return pattern.replace(".{}", "")
 
     def of(self, *which: str) -> Callable[[int], Sequence[str]]:
-        """The names of an expert's matrices, by its number."""
+        """A function that returns the names of an expert's matrices, given its number."""
         patterns: list[str] = [getattr(self, it) for it in which]
         return lambda expert: [pattern.format(expert) for pattern in patterns]
 
@@ -85,7 +87,7 @@ def read_shared_neurons(
 
 
 def read_shared_experts(reader: ConfigReader, neurons: int) -> int:
-    """The number of neurons of all shared experts, of `neurons` each. Raises CheckpointError."""
+    """The number of neurons of all shared experts together, if each has `neurons`. Raises CheckpointError."""
     count = reader.integer("n_shared_experts", 1)
     if not 0 <= count * neurons <= MAX_EXPERT_NEURONS:
         raise CheckpointError(
@@ -96,7 +98,7 @@ def read_shared_experts(reader: ConfigReader, neurons: int) -> int:
 
 
 def read_training_keys(reader: ConfigReader) -> None:
-    """Read, and so accept, keys that only training uses."""
+    """Read the keys that only training uses, so that they are accepted."""
     reader.boolean("output_router_logits", False)
     reader.number("router_aux_loss_coef", 0.0)
 
@@ -106,8 +108,9 @@ def with_experts(
 ) -> ModelConfig:
     """`config` with experts in the layers for which `sparse` is true.
 
-    shared: neurons of the dense feed-forward beside them. Other layers have the config's own number.
-    Experts whose activation makes zeros are stored neuron by neuron, all others as matrices.
+    shared: neurons of the dense feed-forward that every token goes through in these layers. Other layers have
+    the config's number of neurons. Experts are stored neuron by neuron if their activation makes zeros,
+    otherwise as matrices.
     """
     if config.zeros_gates:
         experts = replace(experts, layout="neurons")
@@ -125,8 +128,8 @@ def with_experts(
 
 
 def join_experts(tensors: Tensors, config: ModelConfig, names: ExpertNames = QWEN_NAMES) -> Tensors:
-    """The tensors, with experts named as in `tensors.py`: one by one where they are stored as matrices, else
-    as parts of one feed-forward.
+    """The tensors, with experts named as in `tensors.py`: separately if they are stored as matrices,
+    otherwise as parts of one feed-forward.
 
     Raises CheckpointError for missing experts, and for ones of other shapes or of different types.
     """
@@ -181,9 +184,9 @@ def _parts(
     hidden: int,
     neurons_are_columns: bool,
 ) -> tuple[SourceTensor, ...]:
-    """The matrices `sources`, removed from `tensors`.
+    """The matrices `sources`, which are removed from `tensors`, each checked for its shape.
 
-    widths: neurons of each. neurons_are_columns: whether neurons are their columns.
+    widths: number of neurons of each. neurons_are_columns: whether neurons are the matrices' columns.
     """
     missing = [source for source in sources if source not in tensors]
     if missing:
@@ -204,7 +207,7 @@ def _parts(
 
 
 def _alike(part: SourceTensor, other: SourceTensor) -> bool:
-    """Whether two parts give values of one type: quantised tensors go with quantised ones and float32."""
+    """Whether two parts have the same type of values. Quantised tensors match quantised ones and float32."""
     both = [it.source if isinstance(it, RowsOf) else it for it in (part, other)]
     quantised = (QuantizedTensor, MlxTensor)
     if any(isinstance(it, quantised) for it in both):
@@ -218,9 +221,10 @@ def unstacked(
     """The tensors, with each layer's stack `name`, (E, rows, columns), split into one or more matrices an
     expert.
 
-    named: gives an expert's names for equal parts of its rows, in order, behind `model.layers.N.`.
+    named: given an expert's number, returns the names, without `model.layers.N.`, of equal parts of its rows,
+    in order.
 
-    Raises CheckpointError for another shape, and for experts that are there by themselves as well.
+    Raises CheckpointError for another shape, and for experts that the checkpoint also has separately.
     """
     adapted = dict(tensors)
     for layer, spec in enumerate(config.layers):
@@ -244,9 +248,9 @@ def unstacked(
 
 
 def piece(stack: SourceTensor, name: str, number: int, count: int) -> SourceTensor:
-    """Matrix `number` of the `count` equal ones that a stack holds, one below the other.
+    """Matrix `number` of a stack, which holds `count` matrices of equal size below each other.
 
-    Raises UnsupportedModelError for a stack that isn't a file's own tensor.
+    Raises UnsupportedModelError if the stack isn't stored as one tensor of a file.
     """
     if isinstance(stack, MlxTensor):
         return stack.piece(name, number, count)

@@ -1,8 +1,9 @@
 """Falcon-H1: attention and a Mamba-2 mixer in parallel in every layer, and many constant multipliers.
 
-Multipliers become factors of the specs, or are taken by norms and convolutions, which are float32. Only the
-down projection takes one itself. In folders that MLX has written most of them are in the weights (mlx-lm
-0.32, `falcon_h1.py`); the key's and, for values, attention's own aren't, and mlx-lm leaves these out.
+Multipliers become factors in the specs, or are multiplied into norms and convolutions, which are float32.
+Only the down projection is multiplied directly. In folders that MLX has written, most multipliers are already
+part of the weights (mlx-lm 0.32, `falcon_h1.py`). The key's multiplier and, for values, that of attention
+aren't, and mlx-lm ignores these.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LISTS_IN_WEIGHTS = ("ssm_multipliers", "mlp_multipliers")
 
 
 def _read(reader: ConfigReader) -> Description:
-    """The model of a checkpoint, and as `stored` that of a folder written by MLX."""
+    """The model of a checkpoint. Its `stored` is the model of a folder that MLX has written."""
     described = _described(reader, 1.0)
 
     def stored(tensors: Tensors) -> Description:
@@ -55,7 +56,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _by_mlx(reader: ConfigReader) -> Description:
-    """The model of a folder written by MLX."""
+    """The model of a folder that MLX has written."""
     embedding, logits = (
         read_multiplier(reader, key) for key in ("embedding_multiplier", "lm_head_multiplier")
     )
@@ -70,8 +71,9 @@ def _by_mlx(reader: ConfigReader) -> Description:
 
 
 def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
-    """The model. attended_in_weights: the multiplier of attention's input that query and key weights already
-    have.
+    """The model.
+
+    attended_in_weights: the part of attention's input multiplier that query and key weights already contain.
     """
     sizes = read_sizes(reader, max_context=8192, kv_heads=8)
     for key in ("attention_bias", "mlp_bias", "projectors_bias"):
@@ -120,7 +122,7 @@ def _described(reader: ConfigReader, attended_in_weights: float) -> Description:
 
 
 def _factors(reader: ConfigReader, key: str, count: int) -> list[float]:
-    """`count` multipliers, all of them 1 where the key is missing or null."""
+    """The `count` multipliers at a key; all of them are 1 if the key is missing or null."""
     factors = reader.numbers(key) or [1.0] * count
     if len(factors) != count or not all(1e-6 <= factor <= 1e6 for factor in factors):
         raise CheckpointError(
@@ -137,8 +139,10 @@ def _adapt(
     neurons: Sequence[float],
     logits: float,
 ) -> Tensors:
-    """The tensors by our names. channels: factors of x, b and c. neurons: factors of gates, and of the
-    feed-forward's output.
+    """The tensors under the names of `tensors.py`.
+
+    channels: factors of x, b and c. neurons: factors of gates, and of the feed-forward's output. logits: the
+    factor of logits.
     """
     adapted = dict(renamed(tensors, NAMES))
     if (norm := adapted.pop("model.final_layernorm.weight", None)) is not None:

@@ -1,5 +1,6 @@
-"""Gemma 1, 2 and 3 (text): norms stored less one, a scaled embedding, and from Gemma 2 on four norms a layer,
-soft caps or head norms, and local layers between global ones.
+"""Gemma 1, 2 and 3 (text): norms that are stored minus one, and a scaled embedding.
+
+From Gemma 2 on, layers have four norms, soft caps or head norms, and local layers between global ones.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _read_gemma3(reader: ConfigReader) -> Description:
 
 
 def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
-    """Rotary embeddings of Gemma 3's and 3n's global and local layers, from older or newer keys."""
+    """The rotary embeddings of Gemma 3's and 3n's global and local layers, from older or newer keys."""
     newer, scaling = reader.section("rope_parameters") or {}, reader.section("rope_scaling") or {}
     older = {"full_attention": scaling, "sliding_attention": {}}
     if newer and scaling and scaling != newer.get("full_attention"):
@@ -145,7 +146,7 @@ def read_ropes(reader: ConfigReader, sizes: Sizes) -> list[RopeSpec]:
 
 
 def read_soft_cap(reader: ConfigReader, key: str, default: float) -> float:
-    """A soft cap; 0 where the key is null."""
+    """A soft cap; 0 if the key is null."""
     return 0.0 if reader.is_null(key) else reader.number(key, default)
 
 

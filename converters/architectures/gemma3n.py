@@ -1,5 +1,6 @@
-"""Gemma 3n (text): copies of the residual, a low-rank block beside attention, per-layer inputs, keys and
-values that the last layers share, and statistical cutoffs of the first layers' gates.
+"""Gemma 3n (text): several residual streams, a low-rank block parallel to attention, and per-layer inputs.
+
+The last layers share keys and values, and gates of the first layers have statistical cutoffs.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def per_layer_multiplier(width: int) -> float:
 
 
 def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
-    """Number of tokens that have a row of per-layer inputs. Raises UnsupportedModelError for too many."""
+    """The number of tokens that have a row of per-layer inputs. Raises UnsupportedModelError for too many."""
     known = reader.integer("vocab_size_per_layer_input", 262144)
     if not 1 <= known <= vocab_size:
         raise UnsupportedModelError(
@@ -126,7 +127,7 @@ def per_layer_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
 
 
 def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
-    """The sizes, and every layer's number of neurons, which may be given once for all layers."""
+    """The sizes, and each layer's number of neurons, which the config may give once for all layers."""
     neurons = reader.values_of("intermediate_size")
     if any(type(count) is not int or count == 0 for count in neurons):
         raise CheckpointError(
@@ -148,13 +149,13 @@ def _sizes(reader: ConfigReader) -> tuple[Sizes, list[int]]:
 
 
 def neurons_if_different(count: int, sizes: Sizes) -> int | None:
-    """A layer's number of neurons, `count`; None if it is the model's."""
+    """The number `count` of a layer's neurons; None if it is the same as the model's."""
     return None if count == sizes.intermediate_size else count
 
 
 def key_owners(kinds: list[str], shared: int) -> list[int | None]:
-    """For each layer, the layer whose keys and values it reads: the last owner of its kind; None for
-    owners.
+    """For each layer, the earlier layer whose keys and values it reads, the last of its kind that has some;
+    None if it has its own.
     """
     first = len(kinds) - shared
     if not 0 <= shared < len(kinds):
@@ -172,7 +173,9 @@ def key_owners(kinds: list[str], shared: int) -> list[int | None]:
 
 
 def _cutoffs(reader: ConfigReader, layers: int) -> list[float | None]:
-    """Each layer's cutoff in standard deviations, from the share of gates that a normal one would cut off."""
+    """Each layer's cutoff in standard deviations, computed from the share of gates that it cuts off if these
+    are normal.
+    """
     shares = reader.numbers("activation_sparsity_pattern")
     if shares is None:
         cut = CUT_LAYERS if layers > CUT_LAYERS else 0
@@ -208,9 +211,10 @@ def _copies(reader: ConfigReader) -> int:
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
-    """The tensors by our names, with the arithmetic's factors moved into norms and per-layer inputs.
+    """The tensors under the names of `tensors.py`, with constant factors moved into norms and per-layer
+    inputs.
 
-    known: tokens with a row of per-layer inputs of their own; others have the first token's.
+    known: number of tokens that have a row of per-layer inputs; others use the first token's row.
     """
     adapted = without_shared_keys(dict(renamed(tensors, NAMES)), config)
     for layer in range(config.num_layers):
@@ -229,7 +233,7 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int) -> Tensors:
 
 
 def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, SourceTensor]:
-    """The tensors without those of keys and values that no layer reads."""
+    """The tensors without those of keys and values that no layer uses."""
     kept = dict(tensors)
     for layer, spec in enumerate(config.layers):
         if spec.attention.keys_of is not None:
@@ -239,11 +243,12 @@ def without_shared_keys(tensors: Tensors, config: ModelConfig) -> dict[str, Sour
 
 
 def with_per_layer_inputs(tensors: Tensors, config: ModelConfig, known: int) -> dict[str, SourceTensor]:
-    """The tensors of per-layer inputs by our names, with the arithmetic's factors applied.
+    """The tensors of per-layer inputs under the names of `tensors.py`, with constant factors applied.
 
-    Rows don't get theirs, `per_layer_multiplier`: 16 bits hold rows as published, and not multiples.
+    Rows of the table aren't multiplied by `per_layer_multiplier`: 16 bits hold the published rows exactly,
+    but not their multiples.
 
-    known: tokens with a row of per-layer inputs of their own; others have the first token's.
+    known: number of tokens that have a row of per-layer inputs; others use the first token's row.
     """
     adapted = dict(tensors)
     names = {

@@ -1,5 +1,6 @@
-"""Gemma 4 (text): global layers with heads of their own size that may be keys and values at once,
-a number that scales what leaves each layer, and, in the E models, per-layer inputs and shared keys.
+"""Gemma 4 (text): global layers have heads of another size, whose keys may also be the values.
+
+A number scales the output of each layer. E models also have per-layer inputs and shared keys.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ Heads = dict[str, dict[str, Any]]
 
 
 def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> Description:
-    """The description of a Gemma 4. max_context, window, inputs: the family's defaults; inputs: width of
-    per-layer inputs, 0 if there are none.
+    """The description of a Gemma 4. max_context, window, inputs: values for missing keys. inputs is the width
+    of per-layer inputs, 0 if there are none.
     """
     _check_kind(reader)
     sizes = read_sizes(reader, max_context=max_context, kv_heads=4, head_dim=256, heads=8, vocab_size=262144)
@@ -145,7 +146,7 @@ def _read(reader: ConfigReader, max_context: int, window: int, inputs: int) -> D
 
 
 def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
-    """The config with experts beside each layer's dense feed-forward, if the model has any."""
+    """The config, with experts parallel to each layer's dense feed-forward if the model has any."""
     if not reader.boolean("enable_moe_block", False):
         for unused in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             reader.integer(unused, 0)
@@ -165,7 +166,7 @@ def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
 
 
 def _check_kind(reader: ConfigReader) -> None:
-    """Raises UnsupportedModelError for models whose text tokens see later ones."""
+    """Check the kind of model. Raises UnsupportedModelError if a text token attends to later tokens."""
     if (sees := reader.text("use_bidirectional_attention", "vision")) != "vision":
         raise UnsupportedModelError(
             f"config.json: use_bidirectional_attention is {shown(sees)}; only 'vision', under which a text's "
@@ -182,7 +183,9 @@ def _kinds(reader: ConfigReader, layers: int) -> list[str]:
 
 
 def _heads(reader: ConfigReader, sizes: Sizes, kinds: list[str], key_values: bool) -> Heads:
-    """How each kind's heads differ from the model's: from the keys of global layers, or layer by layer."""
+    """How the heads of each kind of layer differ from the model's, from keys for global layers or for each
+    layer.
+    """
     width = reader.integer("global_head_dim", GLOBAL_HEAD_DIM)
     keys = reader.integer("num_global_key_value_heads", sizes.num_kv_heads)
     of_kinds: Heads = {LOCAL: {}, GLOBAL: {"head_dim": width}}
@@ -226,7 +229,7 @@ def _layer_heads(named: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
-    """Rotary embeddings of global and local layers."""
+    """The rotary embeddings of global and local layers."""
     parts = reader.section("rope_parameters") or {
         GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": ROTATED}
     }
@@ -246,7 +249,9 @@ def _ropes(reader: ConfigReader, sizes: Sizes, heads: Heads) -> list[RopeSpec]:
 
 
 def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
-    """Rotary embedding of a head whose first pairs turn, with the frequencies that they have when all do."""
+    """The rotary embedding of a head in which only the first pairs are rotated, with the frequencies that
+    they have if all are.
+    """
     share, factor = rope.number("partial_rotary_factor", 1.0), rope.number("factor", 1.0)
     if not 0.0 <= share <= 1.0 or not 1.0 <= factor <= 1e6:
         raise CheckpointError(
@@ -261,9 +266,9 @@ def _proportional(rope: ConfigReader, width: int, base: float) -> RopeSpec:
 
 
 def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) -> Tensors:
-    """The tensors by our names.
+    """The tensors under the names of `tensors.py`.
 
-    known: as for Gemma 3n. joint: layers whose values are made by the projection of the keys.
+    known: as for Gemma 3n. joint: layers whose values come from the projection of the keys.
     """
     if config.experts is not None:
         tensors = _adapt_experts(tensors, config)
@@ -277,7 +282,7 @@ def _adapt(tensors: Tensors, config: ModelConfig, known: int, joint: list[int]) 
 
 
 def _adapt_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors, with a layer's experts as neurons and the router's norm in the usual form."""
+    """The tensors, with a layer's experts stored as neurons, and the router's norm in the usual form."""
     adapted = unstacked(tensors, config, "experts.gate_up_proj", EXPERTS.of("gate", "up"))
     adapted = unstacked(adapted, config, "experts.down_proj", EXPERTS.of("down"))
     scaled = dict(renamed(join_experts(adapted, config, EXPERTS), EXPERT_NAMES))

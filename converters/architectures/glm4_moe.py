@@ -1,6 +1,6 @@
 """GLM-4.5-MoE: experts chosen by biased sigmoids within groups, a shared expert, dense first layers.
 
-Its last layers predict tokens ahead, and are no part of the model.
+Its last layers predict further tokens, and aren't part of the model.
 """
 
 from __future__ import annotations

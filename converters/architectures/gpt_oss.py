@@ -109,7 +109,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _chosen(reader: ConfigReader) -> int:
-    """Number of experts a token chooses, which two keys must agree on."""
+    """The number of experts that a token chooses. Two keys must agree on it."""
     chosen = reader.integer("num_experts_per_tok", reader.integer("experts_per_token", CHOSEN))
     if reader.integer("experts_per_token", chosen) != chosen:
         raise CheckpointError(
@@ -127,9 +127,9 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
 def _apart(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors, with each expert's matrices and biases split from their stacks.
 
-    A checkpoint stacks values as (experts, columns, rows). Quantised experts are matrices of rows already. In
-    folders that MLX has written, gates and ups have stacks of their own, here left to `join_experts`; their
-    biases are taken apart.
+    A checkpoint stacks values as (experts, columns, rows). Quantised experts are already matrices of rows. In
+    folders that MLX has written, gates and ups have separate stacks, which `join_experts` splits later; only
+    their biases are split here.
     """
     adapted, experts = dict(tensors), config.experts
     assert experts is not None
@@ -176,7 +176,9 @@ def _one(stack: SourceTensor, expert: int, wanted: tuple[int, ...]) -> StoredTen
 
 
 def _interleaved_part(name: str, source: SourceTensor, index: int, matrices: int) -> SourceTensor:
-    """Every `matrices`-th row of `source` from row `index` on: one of the matrices that alternate in it."""
+    """One of the `matrices` matrices whose rows alternate in `source`: its rows from `index` on, at that
+    distance.
+    """
     return RowsOf(name, source, np.arange(index, source.shape[0], matrices))
 
 

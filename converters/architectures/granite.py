@@ -1,4 +1,4 @@
-"""Granite: a Llama with multipliers of the embedding, of scores, of what blocks add, and of logits.
+"""Granite: a Llama with multipliers of the embedding, of scores, of the blocks' outputs, and of logits.
 
 Granite-MoE has experts in every layer, stacked in one tensor.
 """
@@ -80,12 +80,12 @@ def _read_attention(reader: ConfigReader, name: str) -> ModelConfig:
 
 
 def read_factor(reader: ConfigReader, key: str) -> float:
-    """A multiplier as a float32 value; 1 without the key. Raises CheckpointError."""
+    """The multiplier at a key, as a float32 value; 1 if the key is missing. Raises CheckpointError."""
     return float32(read_multiplier(reader, key))
 
 
 def read_multiplier(reader: ConfigReader, key: str) -> float:
-    """A multiplier; 1 without the key. Raises CheckpointError."""
+    """The multiplier at a key; 1 if the key is missing. Raises CheckpointError."""
     value = reader.number(key, 1.0)
     if not 1e-6 <= value <= 1e6:
         raise CheckpointError(f"config.json: {key} is {value}; it must be from 1e-6 to 1e6")

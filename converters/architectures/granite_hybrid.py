@@ -1,7 +1,7 @@
-"""Granite 4: Granite's multipliers; Mamba-2 mixers in most layers of hybrid models, attention without rotary
-embedding in the others. Dense, or with experts and a feed-forward that every token goes through.
+"""Granite 4: Granite's multipliers, and in hybrid models Mamba-2 mixers in most layers.
 
-Models without mixers are of this family too, and then have rotary embedding.
+The other layers have attention without rotary embedding. Models are dense, or have experts and a feed-forward
+that every token goes through. Models without mixers also belong to this family, and have rotary embedding.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _read_kinds(reader: ConfigReader, sizes: Sizes) -> list[str]:
 
 
 def _turns(reader: ConfigReader) -> bool:
-    """Whether attention has rotary embedding."""
+    """Whether attention has a rotary embedding."""
     kind = reader.text("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):
         raise UnsupportedModelError(
@@ -107,7 +107,7 @@ def _turns(reader: ConfigReader) -> bool:
 
 
 def _with_experts(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
-    """The config with the experts that `config.json` names, if any."""
+    """The config with the experts that `config.json` names, if there are any."""
     count, chosen = reader.integer("num_local_experts", 8), reader.integer("num_experts_per_tok", 2)
     neurons = reader.integer("intermediate_size", 11008)
     read_training_keys(reader)

@@ -1,8 +1,8 @@
 """The layer after a model's last one that predicts one more token (arXiv 2412.19437, section 2.2).
 
-DeepSeek V3, GLM-4.5 and their relatives name it as a layer more, which `transformers` leaves out. Names are
-those that vLLM (`deepseek_mtp.py`, `glm4_moe_mtp.py`) and SGLang (`deepseek_nextn.py`) read; arithmetic is as
-in SGLang, and `draft_layers/mtp.py` says where vLLM differs.
+DeepSeek V3, GLM-4.5 and their relatives store it like one more layer, which `transformers` ignores. Its names
+are those that vLLM (`deepseek_mtp.py`, `glm4_moe_mtp.py`) and SGLang (`deepseek_nextn.py`) read. Its
+arithmetic is that of SGLang; `draft_layers/mtp.py` says where vLLM differs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COMPARED_BYTES = 4 << 20
 
 
 def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
-    """Notes for users: `count` layers that predict tokens ahead were left out."""
+    """The notes for users that `count` layers which predict further tokens were left out."""
     if count <= 0:
         return ()
     return (NOTE,) if count == 1 else ("the layers that predict tokens ahead are left out",)
@@ -53,11 +53,11 @@ def notes_of_layers_ahead(count: int) -> tuple[str, ...]:
 def layer_after_last(
     tensors: Tensors, config: ModelConfig, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
-    """The layer `model.layers.N` after the N layers of `config`, as a one-layer model, and its tensors by the
-    names of `tensors.py` and of this module.
+    """The layer `model.layers.N` after the N layers of `config`, as a one-layer model, and its tensors.
 
-    adapt: the family's, for a config. Raises CheckpointError for a folder without the layer or a part of it,
-    UnsupportedModelError for embeddings or a head that aren't the model's.
+    Tensors have the names of `tensors.py` and of this module. adapt: the family's function for the tensors of
+    a config. Raises CheckpointError for a folder without the layer or a part of it, UnsupportedModelError for
+    embeddings or a head that differ from the model's.
     """
     prefix, model_prefix = f"model.layers.{config.num_layers}.", LayerNames(0).weight("")
     of_layer = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
@@ -76,7 +76,8 @@ def layer_after_last(
 def first_of_several(
     tensors: Tensors, config: ModelConfig, prefix: str, adapt: Callable[[ModelConfig, Tensors], Tensors]
 ) -> tuple[ModelConfig, Tensors]:
-    """Layer 0 of those whose names begin with `prefix`, as in `layer_after_last`. config: of that layer.
+    """Layer 0 of the layers whose names begin with `prefix`, as `layer_after_last` returns a layer. config:
+    that layer's config.
 
     Raises CheckpointError for a folder without it or a part of it.
     """
@@ -100,10 +101,9 @@ def _adapted(
     model_prefix: str,
     adapt: Callable[[ModelConfig, Tensors], Tensors],
 ) -> Tensors:
-    """The tensors of a layer, from names that begin with `prefix` to those of `tensors.py`. model_prefix: how
-    the latter begin.
+    """The tensors of a layer, renamed from names that begin with `prefix` to those of `tensors.py`.
 
-    model_prefix: how its names begin there.
+    model_prefix: the beginning of the new names.
     """
     try:
         return adapt(config, {_NAMES.get(name, model_prefix + name): it for name, it in tensors.items()})
@@ -113,7 +113,9 @@ def _adapted(
 
 
 def _check_same(copy: SourceTensor, of_model: SourceTensor | None) -> None:
-    """Raises UnsupportedModelError unless the layer's copy of a tensor equals the model's, value by value."""
+    """Check a layer's copy of a tensor. Raises UnsupportedModelError unless all its values equal those of the
+    model's tensor.
+    """
     same = of_model is not None and (copy.shape, copy.dtype) == (of_model.shape, of_model.dtype)
     if of_model is not None and same and len(copy.shape) == 2:
         rows, cols = copy.shape

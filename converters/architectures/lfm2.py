@@ -1,7 +1,7 @@
 """LFM2, dense: gated short convolutions in most layers, attention with q/k norms in the others.
 
 Published configs name some sizes twice (`block_dim`, `conv_dim`, `num_heads`). Models read one of the two, so
-these must agree. In folders that MLX has written the channels of convolutions are behind their taps.
+these must agree. In folders that MLX has written, the channels of convolutions come after their taps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
-    """The model without experts. reader: its `intermediate_size` is the number of a dense layer's neurons."""
+    """The model without experts. reader: its `intermediate_size` must be the number of neurons of a dense
+    layer.
+    """
     sizes = read_sizes(reader, max_context=128_000, kv_heads=8)
     _check_doubles(reader, sizes)
     turning = read_rope(reader, sizes.head_dim, sizes.max_context, theta=THETA)
@@ -88,9 +90,7 @@ def read_lfm2(reader: ConfigReader, name: str) -> ModelConfig:
 
 
 def _with_neurons(reader: ConfigReader) -> ConfigReader:
-    """A reader whose `intermediate_size` is the number of neurons, computed where the config only implies
-    it.
-    """
+    """A reader whose `intermediate_size` is the number of neurons, computed if the config only implies it."""
     neurons = reader.integer("block_ff_dim", reader.integer("intermediate_size", 12288))
     if not 1 <= neurons <= 2 * SIZE_LIMITS["intermediate_size"]:
         raise CheckpointError(
@@ -113,7 +113,9 @@ def _with_neurons(reader: ConfigReader) -> ConfigReader:
 
 
 def _check_doubles(reader: ConfigReader, sizes: Sizes) -> None:
-    """Refuse unknown variants, and sizes whose second name has another value."""
+    """Check for unknown variants, and sizes whose second name has another value. Raises an error
+    for these.
+    """
     for key in ("block_dim", "conv_dim", "conv_dim_out"):
         reader.only(key, sizes.hidden_size)
     reader.only("num_heads", sizes.num_heads)
@@ -142,10 +144,9 @@ def _read_kinds(reader: ConfigReader, num_layers: int) -> Sequence[str]:
 
 
 def adapted(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors by their names in `tensors.py`, except those of experts and unknown ones, which keep
-    theirs.
+    """The tensors under the names of `tensors.py`. Experts' tensors and unknown ones keep their names.
 
-    Raises CheckpointError for a convolution of another shape, or with attention beside it.
+    Raises CheckpointError for a convolution of another shape, or one in a layer that also has attention.
     """
     named = dict(renamed(tensors, NAMES))
     by_mlx = written_by_mlx(tensors, ".conv.conv.weight")

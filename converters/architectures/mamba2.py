@@ -1,7 +1,7 @@
 """What families with Mamba-2 mixers share: their keys and their tensors.
 
 A checkpoint has all projections of a mixer in one matrix: rows of the gates z, of x, of B and C, and of time
-steps. Legend: C channels of the convolution, taps of it.
+steps. Legend: C channels and taps of the convolution.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
-    """Smallest and largest time step; None for the latter means no limit. Raises CheckpointError."""
+    """The smallest and the largest time step; None as the largest means no limit. Raises CheckpointError."""
     limits = reader.values_of(LIMITS)
     unlimited = len(limits) == 2 and limits[1] in INFINITE
     section = reader.with_value(LIMITS, [*limits[:1], 0.0] if unlimited else limits)
@@ -61,9 +61,9 @@ def read_time_limits(reader: ConfigReader) -> tuple[float, float | None]:
 def read_mixer(reader: ConfigReader, sizes: Sizes, width: int | None = None) -> Mamba2Spec:
     """A mixer from the keys of Granite 4 and Falcon-H1. Its norm comes after the gate, group by group.
 
-    width: of all heads together; None: `mamba_expand` times the model's.
+    width: width of all heads together; None: `mamba_expand` times the model's width.
 
-    Raises CheckpointError for heads of another width.
+    Raises CheckpointError for heads that don't add up to it.
     """
     expanded = reader.integer("mamba_expand", 2) * sizes.hidden_size
     width = expanded if width is None else width
@@ -97,7 +97,9 @@ def read_mixer(reader: ConfigReader, sizes: Sizes, width: int | None = None) -> 
 
 
 def require_silu(activation: str, key: str) -> None:
-    """Raises UnsupportedModelError unless convolutions and gates use SiLU."""
+    """Check an activation. Raises UnsupportedModelError unless it is SiLU, which convolutions and gates use
+    here.
+    """
     if activation != "silu":
         raise UnsupportedModelError(f"config.json: {key} is {activation}; mixers run with silu alone")
 
@@ -105,12 +107,13 @@ def require_silu(activation: str, key: str) -> None:
 def mixer_tensors(
     tensors: Tensors, config: ModelConfig, factors: Mapping[str, float] | None = None
 ) -> Tensors:
-    """The tensors, with those of mixers, `mamba.*`, renamed; unknown ones keep their names.
+    """The tensors, with those of mixers, `mamba.*`, renamed. Unknown ones keep their names.
 
-    factors: of the convolution's inputs x, b and c, where they are multiplied by any; its weights take them.
+    factors: factors of the convolution's inputs x, b and c, if there are any. They are multiplied into the
+    convolution's weights.
 
-    Raises CheckpointError for a projection or a convolution of another shape, and for a mixer in attention's
-    place with attention's output projection beside it.
+    Raises CheckpointError for a projection or a convolution of another shape, and for a layer that has a
+    mixer in place of attention, but also attention's output projection.
     """
     adapted, by_mlx = dict(tensors), written_by_mlx(tensors, CONVOLUTION)
     for layer, spec in enumerate(config.layers):
@@ -177,7 +180,7 @@ def _rows(mixer: Mamba2Spec) -> dict[str, NDArray[np.int64]]:
 def _scaled_channels(
     name: str, conv: SourceTensor, mixer: Mamba2Spec, factors: Mapping[str, float]
 ) -> SourceTensor:
-    """A convolution (taps, C) with `factors` of its inputs applied to its weights."""
+    """The weights of a convolution, (taps, C), multiplied by the `factors` of its inputs."""
     edges = [mixer.value_size, mixer.value_size + mixer.group_size]
     by_channel = Transposed(name, conv)
     parts = tuple(

@@ -1,9 +1,10 @@
-"""MiMo V2 Flash: windows in five layers of six, with heads, rotary bases and attention sinks of their own;
-values narrower than keys; experts chosen as in DeepSeek V3, and none shared.
+"""MiMo V2 Flash: five layers of six have windows, with other heads, rotary bases and attention sinks.
 
-Its authors' folders have up to three layers `model.mtp.layers.N` behind the model's, which predict a token
-more each and are no part of the model. `transformers` renames most keys of the authors' `config.json`, and
-gives sliding layers twice the key heads; both forms are read.
+Values are narrower than keys. Experts are chosen as in DeepSeek V3, and none is shared.
+
+The authors' folders have up to three more layers `model.mtp.layers.N`, each of which predicts one more token
+and isn't part of the model. `transformers` renames most keys of the authors' `config.json`, and gives sliding
+layers twice the key heads. Both forms are read.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _eps(reader: ConfigReader) -> float:
-    """The norms' epsilon: `layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of
+    """The epsilon of norms: `layernorm_epsilon` in the authors' files, `rms_norm_eps` in those of
     `transformers`.
     """
     eps = reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-5))
@@ -135,7 +136,7 @@ def _sparse(reader: ConfigReader, layers: int) -> list[bool]:
 
 
 def _flags(reader: ConfigReader, key: str, layers: int) -> list[bool] | None:
-    """A list of 0 and 1, one for each layer; None where it is missing."""
+    """A list of 0 and 1, one for each layer, as booleans; None if the key is missing."""
     flags = reader.numbers(key)
     if flags is not None and (len(flags) != layers or not set(flags) <= {0.0, 1.0}):
         raise CheckpointError(
@@ -191,8 +192,10 @@ def _attention(reader: ConfigReader, sizes: Sizes) -> tuple[dict[str, AttentionS
 
 
 def _window(reader: ConfigReader) -> int:
-    """Tokens that a query sees, itself included. The authors' `sliding_window_size` is one less: their code
-    for SGLang counts the tokens before the query.
+    """The number of tokens that a query sees, including itself.
+
+    The authors' `sliding_window_size` is one less, because their code for SGLang counts the tokens before the
+    query.
     """
     window = reader.integer("sliding_window", WINDOW)
     if reader.has("sliding_window_size") and not reader.is_null("sliding_window_size"):
@@ -208,7 +211,7 @@ def _value_scale(reader: ConfigReader) -> float:
 
 
 def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> list[RopeSpec]:
-    """Rotary embeddings of full and of sliding attention. widths: of their heads."""
+    """The rotary embeddings of full and of sliding attention. widths: the widths of their heads."""
     parts: dict[str, Any] | None = reader.section("rope_parameters")
     if parts is None:
         thetas = {kind: reader.number(OLDER[kind], theta) for kind, theta in THETAS.items()}
@@ -230,7 +233,9 @@ def _ropes(reader: ConfigReader, widths: dict[str, int], max_context: int) -> li
 
 
 def _check_older(reader: ConfigReader, key: str, value: float) -> None:
-    """Raises CheckpointError if an authors' key, which `transformers` keeps, has another value."""
+    """Check a key of the authors, which `transformers` keeps. Raises CheckpointError if it has
+    another value.
+    """
     if (older := reader.number(key, value)) != value:
         raise CheckpointError(
             f"config.json: {key} is {older:g}, and rope_parameters say {value:g}; {CONFIG_REMEDY}"

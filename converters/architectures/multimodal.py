@@ -36,12 +36,13 @@ _HARMLESS = frozenset({
 
 @dataclass(frozen=True)
 class Multimodal:
-    """A family whose text model is described by the section `text_config`, and is of another family.
+    """A family of models with several towers. Their text model belongs to another family, and `text_config`
+    describes it.
 
     Args:
         model_type, class_name: its names in `config.json`.
-        text_type: the text model's, where the section names none.
-        other_texts: others that it may have.
+        text_type: the text model's type if the section names none.
+        other_texts: other types that it may have.
         defaults: values of keys that the section may leave out, by the text model's type.
     """
 
@@ -82,14 +83,14 @@ MULTIMODAL = {
 
 
 def harmless(values: Mapping[str, Any]) -> frozenset[str]:
-    """The keys beside `text_config` that can't change the text model."""
+    """The keys next to `text_config` that can't change the text model."""
     return _HARMLESS & frozenset(values)
 
 
 def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the text model alone.
 
-    Raises UnsupportedModelError for a text model of another family, so for towers within towers too.
+    Raises UnsupportedModelError for a text model of an unexpected family, including another one with towers.
     """
     text = {key: value for key, value in values["text_config"].items() if key != "architectures"}
     if "tie_word_embeddings" in values:
@@ -105,7 +106,7 @@ def text_values(family: Multimodal, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def text_tensors(tensors: Tensors) -> Tensors:
-    """The text model's tensors, by the names that they have without other towers."""
+    """The tensors of the text model, under the names that they have in a model without other towers."""
     text = {}
     for name, tensor in tensors.items():
         if name.removeprefix("model.").startswith(OTHER_TOWERS):

@@ -1,4 +1,4 @@
-"""Nemotron (dense): LayerNorms stored less one, relu² without gates, half of each head turns."""
+"""Nemotron (dense): LayerNorms stored minus one, relu² without gates, and half of each head rotated."""
 
 from __future__ import annotations
 

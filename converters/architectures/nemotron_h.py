@@ -1,8 +1,9 @@
-"""Nemotron-H: blocks one after the other, each a Mamba-2 mixer, attention without rotary embedding, a dense
-feed-forward or experts. A mixer or attention, and the feed-forward following it, are one layer here.
+"""Nemotron-H: a sequence of blocks, each a Mamba-2 mixer, attention without rotary embedding, a feed-forward,
+or experts.
 
-Feed-forwards are ungated. `transformers` holds time steps of prompts above `time_step_min`, a key of how
-models are first made; the models' authors, and `transformers` itself token by token, don't.
+A mixer or attention, and the feed-forward after it, are one layer here. Feed-forwards are ungated. For
+prompts, `transformers` keeps time steps above `time_step_min`, which is a key for initialising models. The
+authors' code doesn't, and neither does `transformers` itself token by token, so this package doesn't.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _read_kinds(reader: ConfigReader) -> list[str]:
-    """What each block is. Raises UnsupportedModelError for a kind that isn't known."""
+    """The kind of each block. Raises UnsupportedModelError for an unknown kind."""
     named, pattern = reader.texts("layers_block_type"), reader.text("hybrid_override_pattern", "")
     kinds = [PATTERN.get(letter, letter) for letter in pattern]
     if named is not None:

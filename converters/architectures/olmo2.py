@@ -1,4 +1,4 @@
-"""OLMo 2: norms on the outputs of blocks alone, and over all heads of queries and of keys at once."""
+"""OLMo 2: norms only on the outputs of blocks, and over all heads of queries and of keys together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, and norms over all heads of queries and of keys at once."""
+"""OLMoE: experts in every layer, and norms over all heads of queries and of keys together."""
 
 from __future__ import annotations
 

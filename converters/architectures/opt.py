@@ -1,6 +1,7 @@
 """OPT (arXiv 2205.01068): learned positions, LayerNorms, and feed-forwards without a gate.
 
-The size of 350 million has norms on the residual, none in the end, and embeddings half as wide as its layers.
+The model with 350 million parameters has norms on the residual, none after the last layer, and embeddings
+half as wide as its layers.
 
 `fc1` decides which neurons fire, so it takes the place of a gate.
 """

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2: blocks side by side under one LayerNorm, biases everywhere, on the head too."""
+"""Phi-1, Phi-1.5 and Phi-2: parallel blocks under one LayerNorm, and biases everywhere, also on the head."""
 
 from __future__ import annotations
 

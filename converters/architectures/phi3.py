@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused projections, longrope, and heads of which a part turns."""
+"""Phi-3 and Phi-4: fused projections, longrope, and heads of which only a part is rotated."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _with_one_magnitude(reader: ConfigReader) -> ConfigReader:
-    """The config with one longrope magnitude for short and long contexts.
+    """The config with a single longrope magnitude for short and long contexts.
 
-    Raises UnsupportedModelError where they differ.
+    Raises UnsupportedModelError if the two differ.
     """
     for key in ("rope_scaling", "rope_parameters"):
         section = reader.section(key) or {}

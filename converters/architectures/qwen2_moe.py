@@ -1,4 +1,6 @@
-"""Qwen2-MoE: biases on queries, keys and values, and beside the experts a shared one with a gate."""
+"""Qwen2-MoE: biases on queries, keys and values, and a shared expert with a gate in addition to
+the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: a norm over each query and key head, and head_dim on its own."""
+"""Qwen3, dense: a norm over each query and key head, and a separate key for head_dim."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def read_sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
-    """Which layers have experts, by the keys of Qwen2-MoE and Qwen3-MoE."""
+    """Whether each layer has experts, from the keys of Qwen2-MoE and Qwen3-MoE."""
     step = reader.integer("decoder_sparse_step", 1)
     if step < 1:
         raise CheckpointError(f"config.json: decoder_sparse_step is {step}; it must be 1 or more")

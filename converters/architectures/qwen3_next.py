@@ -1,9 +1,9 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6 (text): the gated delta rule in most layers, gated attention in the others.
 
-Attention's queries and output gates are one projection, head by head; a quarter of a head turns. Norms are
-stored less one, but for that of the delta rule's output. Layers that predict tokens further on (`mtp.*`) are
-no part of the model; `_layer_ahead` has them, for `draft_layers/mtp.py`. In folders that MLX has written the
-channels of convolutions are behind their taps, and norms whole.
+Attention's queries and output gates are one projection, head by head. A quarter of a head is rotated. Norms
+are stored minus one, except for the norm of the delta rule's output. Layers that predict further tokens
+(`mtp.*`) aren't part of the model; `_layer_ahead` reads them for `draft_layers/mtp.py`. In folders that MLX
+has written, the channels of convolutions come after their taps, and norms aren't stored minus one.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def _read_moe(reader: ConfigReader) -> Description:
 
 
 def _read(reader: ConfigReader, name: str) -> ModelConfig:
-    """What all of them share: sizes, rotary embedding and layers without experts."""
+    """The config, with what all models of the family share: sizes, rotary embedding and layers without
+    experts.
+    """
     sizes = read_sizes(reader, max_context=32768, kv_heads=2, head_dim=256)
     reader.only("attention_bias", False)
     reader.only("attn_output_gate", True)
@@ -213,7 +215,7 @@ def _description(reader: ConfigReader, config: ModelConfig) -> Description:
 
 
 def _layer_ahead(tensors: Tensors, config: ModelConfig) -> tuple[ModelConfig, Tensors]:
-    """The layer that predicts one more token, as `Description.ahead` gives it. config: of the model.
+    """The layer that predicts one more token, as `Description.ahead` returns it. config: the model's config.
 
     Raises CheckpointError for a folder without it, UnsupportedModelError for one written by MLX, whose norms
     may or may not be stored minus one.
@@ -247,14 +249,14 @@ def _adapt(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _with_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors, with experts renamed, whether they come one by one or stacked."""
+    """The tensors, with experts renamed, whether they are stored separately or stacked."""
     tensors = unstacked(tensors, config, "mlp.experts.gate_up_proj", NAMES.of("gate", "up"))
     tensors = unstacked(tensors, config, "mlp.experts.down_proj", NAMES.of("down"))
     return join_experts(tensors, config, NAMES)
 
 
 def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors, with attention's queries and output gates split: within a head, queries come first."""
+    """The tensors, with attention's queries and output gates split. Within a head, queries come first."""
     adapted = dict(tensors)
     rows = np.arange(2 * config.num_heads * config.head_dim).reshape(config.num_heads, 2, -1)
     for layer, spec in enumerate(config.layers):
@@ -273,7 +275,7 @@ def _with_output_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
 def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors, with those of delta rules renamed; unknown ones keep their names.
 
-    Raises CheckpointError where a projection is there twice, by itself and together with others.
+    Raises CheckpointError if a projection is stored twice, separately and together with others.
     """
     adapted, by_mlx = dict(tensors), written_by_mlx(tensors, "conv1d.weight")
     for layer, spec in enumerate(config.layers):
@@ -312,25 +314,29 @@ def _delta_tensors(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _projections(delta: DeltaSpec) -> Rows:
-    """The rows of q, k, v and z in a projection that stores them key head by key head."""
+    """The rows of q, k, v and z, in a projection that stores these for one key head after another."""
     values = delta.value_heads // delta.key_heads * delta.value_width
     return _of_heads(delta, {"q": delta.key_width, "k": delta.key_width, "v": values, "z": values})
 
 
 def _gates(delta: DeltaSpec) -> Rows:
-    """The rows of b and a in a projection that stores them key head by key head."""
+    """The rows of b and a, in a projection that stores these for one key head after another."""
     return _of_heads(delta, dict.fromkeys(GATES, delta.value_heads // delta.key_heads))
 
 
 def _of_heads(delta: DeltaSpec, sizes: Mapping[str, int]) -> Rows:
-    """Rows of the parts that each key head stores in sequence. sizes: rows of one head's parts."""
+    """The rows of several parts, if each key head stores its parts in sequence. sizes: number of rows of one
+    head's parts.
+    """
     rows = np.arange(delta.key_heads * sum(sizes.values())).reshape(delta.key_heads, -1)
     edges = np.cumsum(list(sizes.values()))[:-1]
     return {which: part.reshape(-1) for which, part in zip(sizes, np.split(rows, edges, axis=1), strict=True)}
 
 
 def _channels(delta: DeltaSpec) -> Rows:
-    """The rows of q, k and v in a projection that stores all queries, then keys, then values."""
+    """The rows of q, k and v, in a projection that stores first all queries, then all keys, then
+    all values.
+    """
     edges = [delta.key_size, 2 * delta.key_size]
     return dict(zip("qkv", np.split(np.arange(delta.channels), edges), strict=True))
 

@@ -1,4 +1,4 @@
-"""All families that the converter knows, and the functions that read a `config.json`."""
+"""All families that the converter knows, and the functions that describe the model of a `config.json`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def describe(values: Mapping[str, Any]) -> Description:
 
 
 def _rope_notes(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """A note if rotary frequencies change with a text's context (longrope) or its length (dynamic)."""
+    """The notes for users if rotary frequencies change with a text's context (longrope) or length
+    (dynamic).
+    """
     if config.original_context < config.max_context:
         return (
             f"with a --max-context above {config.original_context} tokens it takes its long rotary "
@@ -161,7 +163,7 @@ def _rope_notes(values: Mapping[str, Any], config: ModelConfig) -> tuple[str, ..
 
 
 def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description:
-    """The text model of a checkpoint that has other towers too."""
+    """The description of the text model, for a checkpoint that also has other towers."""
     reader = ConfigReader(values)
     _check_class(reader, family.class_name)
     reader.close(HARMLESS_KEYS | harmless(values))

@@ -1,4 +1,4 @@
-"""Rotary frequencies from a checkpoint's keys: base, scaling for long contexts, and the dimensions that turn.
+"""Reads rotary frequencies from a checkpoint's keys: base, scaling for long contexts, and rotated dimensions.
 
 Frequencies are rounded to float32 as `transformers` rounds them.
 """
@@ -21,20 +21,23 @@ ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of frequencies for long contexts: position interpolation (`linear`, arXiv 2306.15595), by
-    wavelength (`llama3`), by number of turns (`yarn`, arXiv 2309.00071), or each by its own divisor
-    (`longrope`, arXiv 2402.13753).
+    """The scaling of rotary frequencies for long contexts.
+
+    Kinds are position interpolation (`linear`, arXiv 2306.15595), by wavelength (`llama3`), by number of
+    rotations (`yarn`, arXiv 2309.00071), and a separate divisor for each frequency (`longrope`, arXiv
+    2402.13753).
 
     Args:
         kind: how frequencies are scaled.
         factor: by how much the context is longer.
-        low_freq_factor, high_freq_factor: of `llama3`, turns in the original context below which a frequency
-            is divided by `factor`, and above which it stays.
+        low_freq_factor, high_freq_factor: for `llama3`, numbers of rotations in the original context: below
+            the first a frequency is divided by `factor`, above the second it is unchanged.
         original_max_context: tokens that the model was first trained for.
-        beta_fast, beta_slow: of `yarn`, turns above which a frequency stays, and below which it is divided.
-        truncate: of `yarn`, whether the range between the two is widened to whole pairs.
-        divisors, long_divisors: of `longrope`, one for each pair that turns, in contexts up to the original
-            one and in longer ones. No long ones: there are no longer contexts.
+        beta_fast, beta_slow: for `yarn`, numbers of rotations: above the first a frequency is unchanged,
+            below the second it is divided.
+        truncate: for `yarn`, whether the range between the two is widened to complete pairs.
+        divisors, long_divisors: for `longrope`, one for each rotated pair, in contexts up to the original one
+            and in longer ones. Without long ones there are no longer contexts.
         magnitude: factor of cosine and sine.
     """
 
@@ -58,9 +61,10 @@ MIN_TURNS, MAX_TURNS = 1e-6, 1e6
 def rope_spec(
     theta: float, head_dim: int, scaling: RopeScaling | None = None, rotated: int | None = None
 ) -> RopeSpec:
-    """Rotary embedding of the base `theta`. Raises CheckpointError for a base below 1.
+    """The rotary embedding with base `theta`. Raises CheckpointError for a base below 1.
 
-    rotated: number of a head's dimensions that turn, an even one; None: all. The others have frequency 0.
+    rotated: number of a head's dimensions that are rotated, an even number; None: all. The others have
+    frequency 0.
     """
     if not 1.0 <= theta < 1e12:
         raise CheckpointError(f"config.json: rope_theta is {theta}; it must be from 1 to below 1e12")
@@ -96,18 +100,20 @@ def _longrope_spec(frequencies: list[float], pairs: int, scaling: RopeScaling) -
 
 
 def _rounded(frequencies: list[float], pairs: int) -> tuple[float, ...]:
-    """The frequencies as float32, followed by 0 for each of a head's `pairs` that don't turn."""
+    """The frequencies as float32, filled up with 0 to a head's number of `pairs`, for those that aren't
+    rotated.
+    """
     still = [0.0] * (pairs - len(frequencies))
     return tuple(float(np.float32(frequency)) for frequency in (*frequencies, *still))
 
 
 def no_rope(head_dim: int) -> RopeSpec:
-    """A rotary embedding that turns nothing."""
+    """A rotary embedding that rotates nothing."""
     return RopeSpec((0.0,) * (head_dim // 2))
 
 
 def base_of(rope: RopeSpec) -> float:
-    """The base, an integer, of unscaled frequencies. Raises ValueError if they are scaled."""
+    """The base of unscaled frequencies, an integer. Raises ValueError if the frequencies are scaled."""
     head_dim = 2 * len(rope.frequencies)
     base = float(round(rope.frequencies[1] ** (-head_dim / 2))) if head_dim > 2 else 10000.0
     if rope_spec(base, head_dim) != rope:
@@ -123,15 +129,15 @@ def read_rope(
     theta: float = 10000.0,
     rotated_share: float | None = None,
 ) -> RopeSpec:
-    """Rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+    """The rotary embedding described by `rope_theta` and `rope_scaling`, or by the newer `rope_parameters`.
 
     Args:
-        reader: of `config.json`.
+        reader: reads `config.json`.
         head_dim: width of a head.
         max_context: the model's context in tokens.
-        theta: the base where none is named.
-        rotated_share: share of a head's dimensions that turn where none is named. None: all always turn in
-            this family.
+        theta: the base if the config names none.
+        rotated_share: share of a head's dimensions that are rotated if the config names none. None: this
+            family always rotates all.
     """
     older, newer = reader.section("rope_scaling"), reader.section("rope_parameters")
     if older and newer and older != newer:
@@ -149,7 +155,8 @@ def read_rope(
 
 
 def read_score_magnitude(reader: ConfigReader) -> float:
-    """yarn's `mscale_all_dim` as a factor of a query and of a key, for families that scale scores by it.
+    """The factor of a query and of a key that yarn's `mscale_all_dim` gives, for families that scale scores
+    by it.
 
     `read_rope` reads the same section, and checks it.
     """
@@ -170,15 +177,15 @@ def read_section(
     outer_wins: bool = False,
     rotated_share: float | None = None,
 ) -> RopeSpec:
-    """Rotary embedding from one object of rotary parameters.
+    """The rotary embedding described by one object of rotary parameters.
 
     Args:
         rope: reader of the object.
         head_dim: width of a head.
-        theta: the base where it names none.
-        original: context before scaling in tokens, where it names none.
+        theta: the base if the object names none.
+        original: context before scaling, in tokens, if the object names none.
         max_context: context after scaling.
-        outer_wins: whether `original` counts even if it names one.
+        outer_wins: whether `original` counts even if the object names one.
         rotated_share: as in `read_rope`.
     """
     where = rope.where
@@ -203,9 +210,7 @@ def read_section(
 
 
 def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
-    """The scaling of frequencies from a context of `original` tokens to one of `max_context`; None for
-    none.
-    """
+    """The scaling from a context of `original` tokens to one of `max_context`; None if there is none."""
     if original < 1:
         raise CheckpointError(
             f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
@@ -299,7 +304,7 @@ def _linear(frequency: float, pair: int, theta: float, rotated: int, scaling: Ro
 
 
 def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
-    """A frequency scaled as in Llama 3.1: divided where the wavelength is long."""
+    """A frequency scaled as in Llama 3.1: divided if the wavelength is long."""
     wavelength = 2.0 * math.pi / frequency
     low_wavelength = scaling.original_max_context / scaling.low_freq_factor
     high_wavelength = scaling.original_max_context / scaling.high_freq_factor
@@ -314,12 +319,13 @@ def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: Ro
 
 
 def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
-    """A frequency scaled by yarn: between divided and unchanged, by how often the pair turns in the original
-    context.
+    """A frequency scaled by yarn.
+
+    It is between divided and unchanged, depending on how often the pair rotates in the original context.
     """
 
     def pair_with(rotations: float) -> float:
-        """The fractional index of the pair that turns `rotations` times in the original context."""
+        """The fractional index of the pair that makes `rotations` rotations in the original context."""
         wavelengths = scaling.original_max_context / (rotations * 2.0 * math.pi)
         return rotated * math.log(wavelengths) / (2.0 * math.log(theta))
 

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama whose every fourth layer has no rotary embedding."""
+"""SmolLM3: a Llama in which every fourth layer has no rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM 2: LayerNorms, a quarter of each head turns, and blocks side by side if the model says so."""
+"""StableLM 2: LayerNorms, a quarter of each head rotated, and parallel blocks if the config says so."""
 
 from __future__ import annotations
 

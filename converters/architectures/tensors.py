@@ -1,8 +1,10 @@
-"""Names and shapes of a model's tensors, as the converter reads them. They are those of a Llama checkpoint,
-and names of our own for what that lacks. `Family.adapt` gives them to other families' tensors.
+"""The names and shapes of a model's tensors in the converter.
 
-The rows of queries and keys are in rotate-half order: pairs (i, i + Dh / 2) turn together. A norm's weight is
-what its input is multiplied by.
+They are those of a Llama checkpoint, and additional names for what a Llama lacks. `Family.adapt` gives them
+to other families' tensors.
+
+The rows of queries and keys are in rotate-half order: the pairs (i, i + Dh / 2) are rotated. A norm's weight
+is what its input is multiplied by.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ class LayerNames:
     layer: int
 
     def projection(self, which: str) -> str:
-        """Matrix of attention projection q, k, v or o."""
+        """Name of the matrix of attention projection q, k, v or o."""
         return f"model.layers.{self.layer}.self_attn.{which}_proj.weight"
 
     def projection_bias(self, which: str) -> str:
         return f"model.layers.{self.layer}.self_attn.{which}_proj.bias"
 
     def head_norm(self, which: str) -> str:
-        """Norm of q or k, over each head or over the whole projection."""
+        """The norm of q or k, over each head or over the complete projection."""
         return f"model.layers.{self.layer}.self_attn.{which}_norm.weight"
 
     def head_norm_bias(self, which: str) -> str:
@@ -66,11 +68,13 @@ class LayerNames:
         return f"model.layers.{self.layer}.mlp.down_proj.weight"
 
     def neurons(self, spec: LayerSpec) -> tuple[str, ...]:
-        """Matrices of the feed-forward, in the order of a record's rows: gate, up if it is gated, down."""
+        """Names of the feed-forward's matrices, in the order of a record's rows: gate, up if it is gated,
+        down.
+        """
         return (self.gate, self.up, self.down) if spec.feed_forward.gated else (self.gate, self.down)
 
     def expert(self, expert: int, which: str) -> str:
-        """Matrix `gate`, `up` or `down` of an expert that is stored as matrices."""
+        """Name of the matrix `gate`, `up` or `down` of an expert that is stored as matrices."""
         return f"model.layers.{self.layer}.experts.{expert}.{which}.weight"
 
     def expert_bias(self, expert: int, which: str) -> str:
@@ -85,18 +89,20 @@ class LayerNames:
         return f"model.layers.{self.layer}.mlp.down_proj.bias"
 
     def norm(self, which: NormName) -> str:
-        """Weight of a norm: on the input or the output of attention or the feed-forward."""
+        """Name of a norm's weight: of the norm on the input or the output of attention or the
+        feed-forward.
+        """
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.weight"
 
     def norm_bias(self, which: NormName) -> str:
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.bias"
 
     def weight(self, name: str) -> str:
-        """A weight of `layer_weight_shapes`, by its name there."""
+        """Name of a weight of `layer_weight_shapes`. name: its name there."""
         return f"model.layers.{self.layer}.{name}"
 
     def norms(self, spec: LayerSpec) -> tuple[NormName, ...]:
-        """The norms that this layer has, in the order of a bundle."""
+        """Names of the norms that this layer has, in the order of a bundle."""
         return tuple(
             name
             for name in NORM_NAMES

@@ -1,1 +1,1 @@
-"""One reader per source format; each gives a `base.Checkpoint`. `opening` tells them apart."""
+"""One reader for each source format. Each returns a `base.Checkpoint`; `opening` chooses the reader."""

@@ -1,6 +1,6 @@
-"""Tokens that a Hugging Face folder adds to its `tokenizer.model`, in JSON files beside it.
+"""The tokens that a Hugging Face folder adds to its `tokenizer.model`, in additional JSON files.
 
-They become pieces of the model file itself, so that a runtime has only that file to read.
+They become pieces of the model file, so that a runtime has to read only that file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 def with_added_tokens(
     model: bytes, pieces: Sequence[str], folder: SourceFolder, settings: dict[str, Any], vocab_size: int
 ) -> bytes:
-    """The sentencepiece `model` with the folder's added tokens after its own pieces.
+    """The sentencepiece `model` with the folder's added tokens appended to its pieces.
 
     Args:
         model: the serialised model.
         pieces: the texts of its pieces, by id.
         folder: the checkpoint's folder.
-        settings: `tokenizer_config.json`.
+        settings: the content of `tokenizer_config.json`.
         vocab_size: the model's vocabulary size.
 
     A token can't be added if its id isn't the next one or is beyond `vocab_size`, or if its text is a piece
@@ -64,7 +64,7 @@ def with_added_tokens(
 
 
 def declared_tokens(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, str]]:
-    """Added tokens by id: `{text: id}` in one file, `{"id": {"content": text}}` in the other."""
+    """The added tokens with their ids: `{text: id}` in one file, `{"id": {"content": text}}` in the other."""
     entries: list[tuple[Any, Any]] = [
         (token, text) for text, token in folder.optional_json(ADDED_TOKENS).items()
     ]
@@ -75,7 +75,7 @@ def declared_tokens(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple
 
 
 def special_texts(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:
-    """Texts of the added tokens that control the model and aren't text."""
+    """The texts of those added tokens that control the model, and so aren't part of a text."""
     texts = [entry.get("content") for entry in _decoder(settings).values() if entry.get("special") is True]
     for source in (settings, folder.optional_json(SPECIAL_TOKENS)):
         for name, value in source.items():

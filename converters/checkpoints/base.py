@@ -1,7 +1,7 @@
-"""Checkpoints as every reader gives them to the converter: config, tokenizer, and tensors read in blocks.
+"""Checkpoints in the form that all readers return: config, tokenizer, and tensors that are read in blocks.
 
-No file is mapped, and no tensor is read whole unless asked for, so memory doesn't grow with the model.
-Legend: R rows, C columns of a matrix as stored.
+No file is mapped, and no tensor is read completely unless a caller wants that, so memory doesn't grow with
+the model. Legend: R rows, C columns of a matrix as stored.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SourceFile:
         self._descriptor = -1
 
     def open(self) -> None:
-        """Raises CheckpointError if the file can't be opened."""
+        """Open the file. Raises CheckpointError if that fails."""
         if self._descriptor < 0:
             try:
                 self._descriptor = os.open(self.path, os.O_RDONLY)
@@ -80,7 +80,7 @@ class SourceFile:
             raise CheckpointError(f"reading {self.path} failed: {error.strerror}") from error
 
     def _read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the system to read ahead as much as was just read, most often a tensor's next block."""
+        """Ask the system to read ahead as much as was just read, which usually is a tensor's next block."""
         if nbytes >= _MIN_AHEAD and hasattr(os, "posix_fadvise"):
             nbytes = min(nbytes, _MAX_AHEAD)
             with suppress(OSError):
@@ -98,17 +98,21 @@ class SourceFile:
             self.read_into(offset + row * stride, out[row])
 
     def sample(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes, or a hash, that distinguish the content at byte `offset` from others."""
+        """Bytes that distinguish the content at byte `offset` from others: `nbytes` bytes of it,
+        or a hash.
+        """
         return self.read(offset, nbytes)
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
         """Declare which bytes [start, stop) belong to which tensor, so that a remote file can plan its reads.
 
-        This one needs no plan.
+        This class does nothing with it.
         """
 
     def interrupt(self) -> None:
-        """End reads of other threads soon, with an error. Reads from a disk end by themselves."""
+        """Make reads on other threads end soon, with an error. Does nothing here, because reads from a disk
+        end by themselves.
+        """
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -117,7 +121,8 @@ class SourceFile:
 
 
 class SourceTensor(Protocol):
-    """A tensor of a checkpoint, whatever its format: a matrix read in blocks of rows or columns, or a vector.
+    """A tensor of a checkpoint in any format: a matrix that is read in blocks of rows or columns, or a
+    vector.
 
     Legend: R rows, C columns.
     """
@@ -127,7 +132,7 @@ class SourceTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The type of its values as stored, for messages and the fingerprint."""
+        """The type of the stored values, for messages and the fingerprint."""
         ...
 
     @property
@@ -135,12 +140,12 @@ class SourceTensor(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the checkpoint."""
+        """Number of bytes that the tensor takes in the checkpoint."""
         ...
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes of all its values in the types of `rows`, by which blocks are sized."""
+        """Number of bytes of all values in the types that `rows` returns. Sizes of blocks depend on it."""
         ...
 
     @property
@@ -150,12 +155,14 @@ class SourceTensor(Protocol):
 
     @property
     def row_unit(self) -> int:
-        """Rows that are reordered together, such as a head's; blocks of whole units are read once."""
+        """Number of rows that are reordered together, such as a head's. Only blocks of full units are read
+        once.
+        """
         ...
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
-        """The files that hold it."""
+        """The files that contain the tensor."""
         ...
 
     def rows(self, start: int, stop: int) -> Weights:
@@ -168,26 +175,27 @@ class SourceTensor(Protocol):
 
     @property
     def code_format(self) -> RowFormat | None:
-        """The narrowest row format that holds its codes unchanged, or None."""
+        """The narrowest row format that can hold the tensor's codes unchanged, or None."""
         ...
 
     @property
     def tile_format(self) -> RowFormat | None:
-        """The tile format that holds its values exactly; `code_format` where tiles hold no more."""
+        """The tile format that holds the tensor's values exactly; if no tile format holds more, the same as
+        `code_format`.
+        """
         ...
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """The codes of rows [start, stop) in the format `stored`, or None where they can't be kept.
+        """The codes of rows [start, stop) in the format `stored`, or None if they can't be kept.
 
-        None is the answer for the whole tensor: it doesn't depend on the rows. No row is read if `stop` is
-        `start`.
+        Whether it is None doesn't depend on the rows. No row is read if `stop` is `start`.
         """
         ...
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> EncodedColumns | None:
         """Columns [start, stop), ready to be rounded to `stored` without decoding first, or None.
 
-        None is the answer for the whole tensor. No column is read if `stop` is `start`.
+        Whether it is None doesn't depend on the columns. No column is read if `stop` is `start`.
         """
         ...
 
@@ -196,7 +204,7 @@ class SourceTensor(Protocol):
         ...
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        """Up to `nbytes` stored bytes from byte `start` on, which distinguish it from other tensors."""
+        """Up to `nbytes` stored bytes from byte `start` on, which distinguish the tensor from others."""
         ...
 
 
@@ -204,9 +212,9 @@ class SourceTensor(Protocol):
 class StoredTensor:
     """A `SourceTensor` of plain floating-point values: row-major, at byte `offset` of `file`.
 
-    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding,
-    or of the bias that is added to its results. Its rows are then returned in rotate-half order, (i, i +
-    head_dim / 2), as every bundle stores them.
+    interleaved_head_dim: 0, or the head size of a matrix in which rotary embedding pairs the rows (2i, 2i +
+    1), or of the bias of such a matrix. Rows are then returned in rotate-half order, (i, i + head_dim / 2),
+    which is the order in every bundle.
     """
 
     name: str
@@ -288,13 +296,15 @@ class StoredTensor:
 
 
 def in_halves(rows: Weights, head_dim: int) -> Weights:
-    """Rows of whole heads, (R, C) or (R,), from the order of pairs (2i, 2i + 1) to (i, i + head_dim / 2)."""
+    """The rows of complete heads, (R, C) or (R,), reordered from pairs (2i, 2i + 1) to pairs (i, i + head_dim
+    / 2).
+    """
     heads = rows.reshape(len(rows) // head_dim, head_dim // 2, 2, *rows.shape[1:])
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
 def printable(name: str) -> str:
-    """The name of a file or folder, with characters replaced that a manifest can't hold."""
+    """The name of a file or folder, in which characters are replaced that a manifest can't contain."""
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
 
 
@@ -318,7 +328,7 @@ def not_finite(tensor: SourceTensor) -> CheckpointError:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer's entry of a bundle's manifest, and its files, by their names in the bundle."""
+    """A tokenizer's entry in a bundle's manifest, and its files, by their names in the bundle."""
 
     info: TokenizerInfo = field(default_factory=TokenizerInfo)
     blobs: Mapping[str, bytes] = field(default_factory=dict)
@@ -326,9 +336,9 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose tensors have all been found and have the shapes its config asks for.
+    """A checkpoint that has all the tensors that its config implies, with the right shapes.
 
-    tensors: by Hugging Face's names for a Llama, for every source format.
+    tensors: in every source format under the names that Hugging Face gives a Llama's tensors.
     """
 
     name: str
@@ -342,12 +352,14 @@ class Checkpoint:
 
     @property
     def source_files(self) -> list[SourceFile]:
-        """Files that hold tensors, each once, sorted by path."""
+        """The files that contain tensors, without duplicates, sorted by path."""
         files = {file.path: file for tensor in self.tensors.values() for file in tensor.files}
         return [files[path] for path in sorted(files)]
 
     def interrupt(self) -> None:
-        """Make reads on other threads end soon, with an error. The checkpoint can only be closed then."""
+        """Make reads on other threads end soon, with an error. Afterwards the checkpoint can only
+        be closed.
+        """
         for file in self.source_files:
             file.interrupt()
 

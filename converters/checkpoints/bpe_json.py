@@ -1,4 +1,4 @@
-"""Makes a `tokenizer.json` of byte-pair encoding from tokens, merges and rules."""
+"""Makes a byte-pair-encoding `tokenizer.json` from tokens, merges and rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def bpe_json(
     added: Iterable[tuple[int, str, bool]],
     rules: Mapping[str, Any],
 ) -> bytes:
-    """A `tokenizer.json`.
+    """The bytes of a `tokenizer.json`.
 
     Args:
         vocabulary: ids by token.
-        merges: pairs of tokens, a blank between them, first ones first.
-        added: id and text of each token that is found in a text before it is split, and whether it steers
-            the model and so is no part of its text.
-        rules: sections of the file, as of `byte_level`.
+        merges: pairs of tokens with a space between them, in order of priority.
+        added: id and text of each token that is recognised in a text before the text is split, and whether
+            the token controls the model, so that it isn't part of the text.
+        rules: sections of the file, as `byte_level` returns them.
     """
     entries = [
         {
@@ -50,7 +50,7 @@ def bpe_json(
 
 
 def byte_level(splitting: Splitting) -> dict[str, Any]:
-    """The rules of byte-level BPE, as sections of a `tokenizer.json`."""
+    """The rules of byte-level BPE, in the form of sections of a `tokenizer.json`."""
     model = {"unk_token": None, "byte_fallback": False, "ignore_merges": splitting.keeps_tokens}
     return {
         "normalizer": splitting.normalizer,

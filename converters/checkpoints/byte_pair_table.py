@@ -1,4 +1,5 @@
-"""`tokenizer.bin`, the table of byte pairs, of a `tokenizer.json` whose rules the native tokenizer has.
+"""Makes `tokenizer.bin`, the table of byte pairs, from a `tokenizer.json` whose rules the native tokenizer
+implements.
 
 `weights/README.md` is the specification. Every other `tokenizer.json` stays as it is.
 """
@@ -40,7 +41,7 @@ _SPLITTINGS: dict[tuple[tuple[str, str | None] | None, ...], int] = {
 
 
 def byte_pair_table(file: TokenizerFile) -> bytes | None:
-    """The bytes of the table; None where it can't do all that the file says."""
+    """The bytes of the table; None if it can't express everything in the file."""
     splitting = _SPLITTINGS.get(tuple(_rule(part) for part in file.pre_tokenizers))
     composes = [part["type"] for part in file.normalizers] == ["NFC"]
     spelled = _spelled(file, composes)
@@ -74,11 +75,11 @@ def packed_table(
     """The bytes of a table; None if a text is too long for it.
 
     Args:
-        texts: by token.
+        texts: each token's bytes.
         bytes_alone: the token of each byte.
         listed: tokens that merging starts from or makes.
-        merges: rows of left and right token, what they make and the rank; the first two ascend.
-        added: tokens with their flags.
+        merges: rows of left token, right token, resulting token and rank, sorted by the first two.
+        added: added tokens with their flags.
     """
     added = sorted(added, key=lambda it: texts[it[0]])
     added_bytes = sum(len(texts[token]) for token, _ in added)
@@ -110,7 +111,9 @@ def packed_table(
 
 
 def _rule(part: Component) -> tuple[str, str] | None:
-    """Kind and pattern of a pre-tokenizer, if the native tokenizer may know it."""
+    """The kind and the pattern of a pre-tokenizer, if the native tokenizer may implement it;
+    otherwise None.
+    """
     kind = part["type"]
     if kind == "Digits" and part.get("individual_digits") is True:
         return _DIGITS
@@ -123,7 +126,7 @@ def _rule(part: Component) -> tuple[str, str] | None:
 
 
 def _spelled(file: TokenizerFile, composes: bool) -> dict[int, bytes] | None:
-    """Bytes of the tokens that merging can make, by id; None if the table couldn't hold what is spelled."""
+    """The bytes of the tokens that merging can make, by id; None if the table can't hold them."""
     alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
     added = {token.content: token for token in file.added}
     spelled: dict[int, bytes] = {}
@@ -141,7 +144,7 @@ def _spelled(file: TokenizerFile, composes: bool) -> dict[int, bytes] | None:
 
 
 def _byte_tokens(file: TokenizerFile) -> list[int] | None:
-    """The token of each byte; None if the table couldn't hold what stands for bytes without one."""
+    """The token of each byte; None if some byte has no token and the table can't express what replaces it."""
     options, unknown = file.options, NO_TOKEN
     if not file.vocabulary.keys() >= set(byte_letters()):
         name = options["unk_token"]
@@ -154,16 +157,16 @@ def _byte_tokens(file: TokenizerFile) -> list[int] | None:
 
 
 def _is_stable(text: str, composes: bool) -> bool:
-    """Whether an added token's text is valid, and is the same in form C."""
+    """Whether an added token's text is valid, and is unchanged in Unicode's form C."""
     if any(0xD800 <= ord(character) < 0xE000 for character in text):
         return False
     return not composes or text.isascii() or unicodedata.is_normalized("NFC", text)
 
 
 def _merges(file: TokenizerFile) -> NDArray[np.int64] | None:
-    """Rows of left and right tokens, what they make and the rank, in ascending order of the first two.
+    """The merges as rows of left token, right token, resulting token and rank, sorted by the first two.
 
-    None if a merge is of tokens that aren't there.
+    None if a merge uses tokens that aren't in the vocabulary.
     """
     ids = file.vocabulary
     if not {piece for pair in file.merges for piece in pair} <= ids.keys():

@@ -1,6 +1,6 @@
-"""Tokens that end a text or a turn, recognised by their names and by a chat template's use of them.
+"""Finds tokens that end a text or a turn, by their names and by how a chat template uses them.
 
-Files often name one such token, the text's end, or mark the end of a turn as if it were text.
+Files often name only one such token, the text's end, or mark the end of a turn as if it were text.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _GOING_ON = (("<|return|>", "<|call|>"), ("<|flush|>", "<|call|>"), ("<|flush|>"
 
 
 def ending_names(names: Iterable[str], control: Container[str], template: str) -> set[str]:
-    """The tokens of a vocabulary, by name, that end a text or a turn.
+    """The names of those tokens of a vocabulary that end a text or a turn.
 
-    control: the names of control tokens. template: the chat template; empty for none.
+    control: the names of control tokens. template: the chat template; empty if there is none.
     """
     ends = {
         name
@@ -46,7 +46,9 @@ def ending_names(names: Iterable[str], control: Container[str], template: str) -
 
 
 def template_ends(template: str, lookup: Callable[[str], int | None]) -> list[int]:
-    """Ids of the tokens with which a chat template ends a turn. lookup: the id of a token's name."""
+    """The ids of the tokens with which a chat template ends a turn. lookup: returns the id of a
+    token's name.
+    """
     used = [name for name in sorted(ENDS | PLAIN_ENDS) if name in template]
     ids = {name: token for name in used if (token := lookup(name)) is not None}
     if messages_go_on(ids):
@@ -55,5 +57,5 @@ def template_ends(template: str, lookup: Callable[[str], int | None]) -> list[in
 
 
 def messages_go_on(names: Container[str]) -> bool:
-    """Whether `<|end|>` ends only a message in a vocabulary with these names."""
+    """Whether `<|end|>` ends only a message, not the turn, in a vocabulary with these names."""
     return any(first in names and second in names for first, second in _GOING_ON)

@@ -1,5 +1,7 @@
-"""Weights of Hugging Face folders in 8-bit floats, as DeepSeek V3 has them: `NAME.weight` in E4M3, and
-`NAME.weight_scale_inv` with a factor for each block of 128 x 128 weights, or of another size.
+"""Weights of Hugging Face folders that are stored as 8-bit floats, as in DeepSeek V3.
+
+They are `NAME.weight` in E4M3, and `NAME.weight_scale_inv` with a factor for each block of 128 x 128 weights,
+or of another size.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ _HARMLESS = frozenset(
 
 
 def read_fp8(values: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, if a `config.json` says that its weights are in E4M3 with block scales.
+    """The rows and columns of a block, if `config.json` says that weights are in E4M3 with block scales;
+    otherwise None.
 
-    Raises UnsupportedModelError for a setting that isn't known.
+    Raises UnsupportedModelError for an unknown setting.
     """
     section = values.get(COPY_KEY)
     if not isinstance(section, dict) or section.get("quant_method") != METHOD:
@@ -181,7 +184,7 @@ class Fp8Tensor:
 
 @cache
 def values_of_codes() -> NDArray[np.float32]:
-    """The value of each byte as E4M3: a sign, a 4-bit exponent minus 7 and a 3-bit fraction.
+    """The value that each byte has as E4M3: a sign, a 4-bit exponent minus 7 and a 3-bit fraction.
 
     There are no infinities; 0x7f and 0xff are NaN (arXiv 2209.05433, table 1).
     """

@@ -1,4 +1,6 @@
-"""Architectures that compute what another family does, and kinds of files that hold no text model."""
+"""GGUF architectures that compute the same as another family, and kinds of GGUF files that contain no text
+model.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ OTHER_KINDS = {
 
 
 def mistral3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The keys of Mistral 3 and Ministral 3, whose queries grow beyond the original context: texts end before
-    it."""
+    """The keys of Mistral 3 and Ministral 3.
+
+    Their queries are scaled up beyond the original context; here texts end before that.
+    """
     scaling = values["rope_scaling"]
     config: dict[str, Any] = {"sliding_window": None}
     if (multiplier := metadata.number(_LOG_MULTIPLIER, 0.0)) > 0.0:
@@ -59,14 +63,19 @@ def mistral3_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def minicpm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Granite's multipliers, all of them required: older files have other values without saying so."""
+    """Granite's multipliers for MiniCPM. All of them are required, because older files mean other values
+    without saying so.
+    """
     for key in ("embedding_scale", "residual_scale", "logit_scale"):
         metadata.number(key)
     return granite_keys(metadata, values)
 
 
 def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The keys of the 7B. The 13B adds to its scores what grows with distance (ALiBi), and no key says so."""
+    """The keys of Baichuan 7B.
+
+    The 13B model adds a term to scores that grows with distance (ALiBi); no key says so, so it is refused.
+    """
     if (layers := values["num_hidden_layers"]) != _BAICHUAN_LAYERS:
         raise UnsupportedModelError(
             f"{metadata.header.file} is a Baichuan of {layers} layers; only the 7B, of {_BAICHUAN_LAYERS}, "
@@ -76,9 +85,9 @@ def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def text_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """No config values; it reads the keys by which a vision model places pictures.
+    """An empty result, after reading the keys by which a vision model places pictures.
 
-    A text has one position in place of a picture's three, and no picture is added to its layers.
+    For text alone, a picture's three positions become one, and nothing of a picture is added to the layers.
     """
     metadata.array("rope.dimension_sections")
     metadata.integer("n_deepstack_layers", 0)
@@ -90,5 +99,5 @@ def text_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def other_kind(architecture: str) -> str:
-    """What an architecture is that can't be a family here; empty for one that can."""
+    """What kind of model an architecture is if it can't be a family here; empty if it can."""
     return next((kind for kind, names in OTHER_KINDS.items() if architecture in names), "")

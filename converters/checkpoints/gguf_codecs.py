@@ -1,9 +1,8 @@
 """Decodes GGUF's quantised types: blocks of bytes become float32 values.
 
-A row of a matrix is stored in blocks of 32 or 256 values, each with scales of its own. Legend: n blocks; q
-code of a value; d, m float16 scale and offset of a block; sc, mn integer scales and offsets of its groups.
-Products are rounded to float32 in the order in which the formulas have them, as in the format's reference
-code.
+A row of a matrix is stored in blocks of 32 or 256 values, each with separate scales. Legend: n blocks; q code
+of a value; d, m float16 scale and offset of a block; sc, mn integer scales and offsets of its groups.
+Products are rounded to float32 in the order of the formulas, as in the format's reference code.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ def decode(kind: str, blocks: Bytes, out: Float32) -> None:
 
 
 def _half(blocks: Bytes, offset: int) -> Float32:
-    """(n, 1) float16 numbers at byte `offset` of every block, as float32."""
+    """The float16 numbers at byte `offset` of every block, as float32: (n, 1)."""
     return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: Bytes, group: int) -> Bytes:
-    """(n, 2B) codes of B bytes. Each stretch of `group` bytes gives its low nibbles first, then the high
-    ones.
+    """The 4-bit codes in B bytes of each block: (n, 2B). Each `group` bytes give first their low nibbles,
+    then their high ones.
     """
     stretches = packed.reshape(len(packed), -1, 1, group)
     codes = np.empty((len(packed), stretches.shape[1], 2, group), dtype=np.uint8)
@@ -56,8 +55,8 @@ def _nibbles(packed: Bytes, group: int) -> Bytes:
 
 
 def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
-    """(n, 4B) 2-bit codes of B bytes. Each stretch of bytes gives its lowest two bits first, then the next
-    two.
+    """The 2-bit codes in B bytes of each block: (n, 4B). Each `stretch` bytes give first their lowest two
+    bits, then the next two.
     """
     stretches = packed.reshape(len(packed), -1, 1, stretch)
     shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
@@ -66,7 +65,7 @@ def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
 
 
 def _bits(packed: Bytes, stretch: int) -> Bytes:
-    """(n, 8B) bits of B bytes. Each stretch of bytes gives its lowest bits first."""
+    """The bits in B bytes of each block: (n, 8B). Each `stretch` bytes give first their lowest bits."""
     stretches = packed.reshape(len(packed), -1, 1, stretch)
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
     bits: Bytes = (stretches >> shifts) & np.uint8(1)
@@ -74,42 +73,42 @@ def _bits(packed: Bytes, stretch: int) -> Bytes:
 
 
 def _scale(codes: Bytes | NDArray[np.int8], scales: Float32, out: Float32) -> None:
-    """out = scales * codes. scales: (n, G), for G groups of equal length in each block."""
+    """Set out = scales * codes. scales: (n, G), for G groups of equal length in each block."""
     groups = out.reshape(len(out), scales.shape[1], -1)
     groups[...] = codes.reshape(groups.shape)
     groups *= scales[:, :, None]
 
 
 def _shift(offsets: Float32, out: Float32) -> None:
-    """out += offsets (n, G)."""
+    """Add offsets (n, G) to the groups of `out`, in place."""
     groups = out.reshape(len(out), offsets.shape[1], -1)
     groups += offsets[:, :, None]
 
 
 def _signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
-    """codes - zero, in place."""
+    """codes - zero, computed in place."""
     np.subtract(codes, np.uint8(zero), out=codes)
     return codes.view(np.int8)
 
 
 def _q4_0(blocks: Bytes, out: Float32) -> None:
-    """d (q - 8). Bytes: d, 16 of nibbles."""
+    """Decode Q4_0: d (q - 8). Bytes of a block: d, 16 of nibbles."""
     _scale(_signed(_nibbles(blocks[:, 2:], 16), 8), _half(blocks, 0), out)
 
 
 def _q4_1(blocks: Bytes, out: Float32) -> None:
-    """d q + m. Bytes: d, m, 16 of nibbles."""
+    """Decode Q4_1: d q + m. Bytes of a block: d, m, 16 of nibbles."""
     _scale(_nibbles(blocks[:, 4:], 16), _half(blocks, 0), out)
     _shift(_half(blocks, 2), out)
 
 
 def _q5_0(blocks: Bytes, out: Float32) -> None:
-    """d (q - 16). Bytes: d, 4 of fifth bits, 16 of nibbles."""
+    """Decode Q5_0: d (q - 16). Bytes of a block: d, 4 of fifth bits, 16 of nibbles."""
     _scale(_signed(_five_bits(blocks[:, 2:6], blocks[:, 6:]), 16), _half(blocks, 0), out)
 
 
 def _q5_1(blocks: Bytes, out: Float32) -> None:
-    """d q + m. Bytes: d, m, 4 of fifth bits, 16 of nibbles."""
+    """Decode Q5_1: d q + m. Bytes of a block: d, m, 4 of fifth bits, 16 of nibbles."""
     _scale(_five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), out)
     _shift(_half(blocks, 2), out)
 
@@ -121,19 +120,23 @@ def _five_bits(fifth: Bytes, nibbles: Bytes) -> Bytes:
 
 
 def _q8_0(blocks: Bytes, out: Float32) -> None:
-    """d q. Bytes: d, 32 signed."""
+    """Decode Q8_0: d q. Bytes of a block: d, 32 signed."""
     _scale(blocks[:, 2:].view(np.int8), _half(blocks, 0), out)
 
 
 def _q2_k(blocks: Bytes, out: Float32) -> None:
-    """d sc q - m mn, 16 groups. Bytes: 16 of sc (low nibble) and mn, 64 of codes, d, m."""
+    """Decode Q2_K: d sc q - m mn, 16 groups. Bytes of a block: 16 of sc (low nibble) and mn, 64 of codes, d,
+    m.
+    """
     both = blocks[:, :16]
     _scale(_pairs_of_bits(blocks[:, 16:80], 32), _half(blocks, 80) * (both & 15), out)
     _shift(-(_half(blocks, 82) * (both >> 4)), out)
 
 
 def _q3_k(blocks: Bytes, out: Float32) -> None:
-    """d (sc - 32) (q - 4), 16 groups. Bytes: 32 of third bits, 64 of codes, 12 of sc, d."""
+    """Decode Q3_K: d (sc - 32) (q - 4), 16 groups. Bytes of a block: 32 of third bits, 64 of codes, 12 of sc,
+    d.
+    """
     codes = _pairs_of_bits(blocks[:, 32:96], 32)
     codes |= _bits(blocks[:, :32], 32) << np.uint8(2)
     packed = blocks[:, 96:108]
@@ -142,14 +145,16 @@ def _q3_k(blocks: Bytes, out: Float32) -> None:
 
 
 def _q4_k(blocks: Bytes, out: Float32) -> None:
-    """d sc q - m mn, 8 groups. Bytes: d, m, 12 of sc and mn, 128 of nibbles."""
+    """Decode Q4_K: d sc q - m mn, 8 groups. Bytes of a block: d, m, 12 of sc and mn, 128 of nibbles."""
     scales, offsets = _six_bit_scales(blocks)
     _scale(_nibbles(blocks[:, 16:], 32), scales, out)
     _shift(offsets, out)
 
 
 def _q5_k(blocks: Bytes, out: Float32) -> None:
-    """d sc q - m mn, 8 groups. Bytes: d, m, 12 of sc and mn, 32 of fifth bits, 128 of nibbles."""
+    """Decode Q5_K: d sc q - m mn, 8 groups. Bytes of a block: d, m, 12 of sc and mn, 32 of fifth bits, 128 of
+    nibbles.
+    """
     scales, offsets = _six_bit_scales(blocks)
     codes = _nibbles(blocks[:, 48:], 32)
     codes |= _bits(blocks[:, 16:48], 32) << np.uint8(4)
@@ -158,8 +163,9 @@ def _q5_k(blocks: Bytes, out: Float32) -> None:
 
 
 def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
-    """(n, 8) d sc and -(m mn). The first four are 6 bits of a byte, the last four have their high bits
-    there.
+    """The products d sc and -(m mn), (n, 8) each.
+
+    The first four sc and mn are 6 bits of a byte; the upper two bits of these bytes belong to the last four.
     """
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
@@ -168,19 +174,23 @@ def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
 
 
 def _q6_k(blocks: Bytes, out: Float32) -> None:
-    """d sc (q - 32), 16 groups. Bytes: 128 of nibbles, 64 of pairs of high bits, 16 of signed sc, d."""
+    """Decode Q6_K: d sc (q - 32), 16 groups. Bytes of a block: 128 of nibbles, 64 of pairs of high bits, 16
+    of signed sc, d.
+    """
     codes = _nibbles(blocks[:, :128], 64)
     codes |= _pairs_of_bits(blocks[:, 128:192], 32) << np.uint8(4)
     _scale(_signed(codes, 32), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), out)
 
 
 def _iq4_nl(blocks: Bytes, out: Float32) -> None:
-    """d table[q]. Bytes: d, 16 of nibbles."""
+    """Decode IQ4_NL: d table[q]. Bytes of a block: d, 16 of nibbles."""
     _scale(TABLE[_nibbles(blocks[:, 2:], 16)], _half(blocks, 0), out)
 
 
 def _iq4_xs(blocks: Bytes, out: Float32) -> None:
-    """d (sc - 32) table[q], 8 groups. Bytes: d, 2 of sc's high bits, 4 of its nibbles, 128 of nibbles."""
+    """Decode IQ4_XS: d (sc - 32) table[q], 8 groups. Bytes of a block: d, 2 of sc's high bits, 4 of its
+    nibbles, 128 of nibbles.
+    """
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(len(blocks), 8)
     scales = low | _pairs_of_bits(blocks[:, 2:4], 1) << np.uint8(4)
     codes = TABLE[_nibbles(blocks[:, 8:], 16)]
@@ -188,7 +198,9 @@ def _iq4_xs(blocks: Bytes, out: Float32) -> None:
 
 
 def _mxfp4(blocks: Bytes, out: Float32) -> None:
-    """2^(e - 128) table[q], table being twice the values. Bytes: e, 16 of nibbles."""
+    """Decode MXFP4: 2^(e - 128) table[q], with a table of twice the values. Bytes of a block: e, 16 of
+    nibbles.
+    """
     scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float32)
     _scale(_FP4_VALUES[_nibbles(blocks[:, 1:], 16)], scales, out)
 

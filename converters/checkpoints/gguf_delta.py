@@ -1,7 +1,8 @@
 """Models with gated delta rules in GGUF files: their `config.json` values and their tensors.
 
-Files hold decays, -exp(A_log), where checkpoints have `A_log`. Qwen3.5's files also have the value heads of a
-layer in another order: first the first one of every key head, then the second one of every key head.
+Files contain decays, -exp(A_log), in place of a checkpoint's `A_log`. Qwen3.5's files also store the value
+heads of a layer in another order: the first value head of every key head, then the second one of every key
+head, and so on.
 """
 
 from __future__ import annotations
@@ -92,20 +93,21 @@ def delta_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def delta_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The keys of delta rules and of experts. Files don't say that weights are divided by their sum, as in
-    all published models.
+    """The keys of delta rules and of experts.
+
+    Files don't say whether weights are divided by their sum, so they are, as in all published models.
     """
     keys = {**delta_keys(metadata, values), **qwen2moe_keys(metadata, values)}
     return {**keys, "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
 
 
 def restored_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Qwen3-Next's tensors."""
+    """The tensors of Qwen3-Next, as a checkpoint has them."""
     return _restored(tensors, config, interleaved=False)
 
 
 def restored_interleaved_delta(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Qwen3.5's tensors, whose files store value heads in another order."""
+    """The tensors of Qwen3.5, as a checkpoint has them. Its files store value heads in another order."""
     return _restored(tensors, config, interleaved=True)
 
 
@@ -126,7 +128,7 @@ def _restored(tensors: Tensors, config: ModelConfig, interleaved: bool) -> Tenso
 
 
 def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: DeltaSpec) -> None:
-    """Reorder value heads to that of their key heads, in the tensors whose names begin with `prefix`."""
+    """Sort value heads by their key heads, in the tensors whose names begin with `prefix`."""
     heads = np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1)
     width = delta.value_width
     values = (heads[:, None] * width + np.arange(width)).reshape(-1)
@@ -165,7 +167,7 @@ def _with_heads_in_order(tensors: dict[str, SourceTensor], prefix: str, delta: D
 class DecayLogs(ComputedView):
     """`A_log`, computed from a stored vector -exp(A_log) in float64 and rounded to float32.
 
-    The exponential of a logarithm that was rounded gives the decay within a unit of its last place.
+    The exponential of this rounded logarithm is within one unit in the last place of the decay.
     """
 
     name: str
@@ -178,7 +180,7 @@ class DecayLogs(ComputedView):
         raise ValueError(f"{self.name} is a vector; it has no columns")
 
     def vector(self) -> NDArray[np.float32]:
-        """Raises CheckpointError for a decay that no exponential gives."""
+        """The vector `A_log`, (n,). Raises CheckpointError for a decay that isn't minus an exponential."""
         decays = self.source.vector()
         if decays.size and decays.max() >= 0.0:
             raise CheckpointError(

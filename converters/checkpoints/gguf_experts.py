@@ -1,7 +1,7 @@
 """Mixtures of experts in GGUF files: their `config.json` values and the names of their tensors.
 
-A layer's experts are merged there, (experts, rows, columns), in a tensor each of gates, ups and downs, or of
-gates above ups and of downs. Files from before April 2024 hold them one by one.
+A layer's experts are stacked in them, (experts, rows, columns), in one tensor each for gates, ups and downs,
+or in one for gates above ups and one for downs. Files from before April 2024 store each expert separately.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ AHEAD = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "share
 def expert_blocks(model_type: str) -> dict[str, str]:
     """Names of a block's expert tensors in a checkpoint, by those in GGUF files, without `.weight`.
 
-    Merged tensors have the names of an expert's, without its number. Where there is one, it is `{}` in both.
+    Stacked tensors have the names of an expert's tensors without the expert's number. If there is a number,
+    it is `{}` in both.
     """
     names = EXPERT_NAMES[model_type]
     blocks = {"ffn_gate_up_exps": _gates_and_ups(names), "ffn_gate_inp": names.router}
@@ -118,7 +119,7 @@ def restored_experts(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_gpt_oss(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """gpt-oss's tensors, with experts split and sinks renamed as in a checkpoint."""
+    """The tensors of gpt-oss, with experts split and sinks renamed as in a checkpoint."""
     restored = dict(restored_experts(tensors, config))
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.self_attn.sinks"
@@ -151,8 +152,8 @@ def _biases_apart(tensors: Tensors, config: ModelConfig, name: str) -> Tensors:
 
 
 def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
-    """Raises CheckpointError unless each layer has its experts' `gate`, `up` or `down`, stacked or one by
-    one.
+    """Check that each layer has its experts' `gate`, `up` or `down`, stacked or separately. Raises
+    CheckpointError if not.
     """
     names = EXPERT_NAMES[config.architecture]
     for layer, spec in enumerate(config.layers):
@@ -165,8 +166,8 @@ def _check_there(tensors: Tensors, config: ModelConfig, which: str) -> None:
 
 
 def _check_merged(tensors: Tensors, config: ModelConfig, merged: str, stored: str) -> None:
-    """Raises CheckpointError unless a layer's stack `merged`, named `stored` in files, has the right
-    shape.
+    """Check the shape of a layer's stack `merged`, whose name in files is `stored`. Raises CheckpointError if
+    it is wrong.
     """
     for layer, spec in enumerate(config.layers):
         stack = tensors.get(f"model.layers.{layer}.{merged}")
@@ -187,10 +188,11 @@ def expert_keys(
 ) -> Values:
     """The number of experts, under the key `count`, and of chosen ones, as `config.json` values.
 
-    neurons: of one expert, if the family has no key for it. read_keys: keys that the family reads by itself.
-    gating: its function.
+    neurons: number of neurons of an expert, if the family has no key for it. read_keys: keys that the family
+        reads elsewhere.
+    gating: the family's gating function.
 
-    Raises UnsupportedModelError for another function, and for what only other families have.
+    Raises UnsupportedModelError for another gating function, and for features that only other families have.
     """
     where = f"{metadata.header.file}: {metadata.prefix}"
     number = metadata.integer("expert_gating_func", 0)
@@ -227,7 +229,10 @@ def olmoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def qwen3moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Qwen3-MoE's keys. Files don't say that weights are divided by their sum, as in all published models."""
+    """The keys of Qwen3-MoE.
+
+    Files don't say whether weights are divided by their sum, so they are, as in all published models.
+    """
     return {
         **expert_keys(metadata, "num_experts", 0, "expert_feed_forward_length"),
         "moe_intermediate_size": _neurons(metadata, values),
@@ -246,8 +251,9 @@ def qwen2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _neurons(metadata: Metadata, values: Values) -> int:
-    """Number of an expert's neurons. Older files lack it; a token's experts then have a dense layer's neurons
-    together.
+    """The number of neurons of an expert.
+
+    Older files don't say; then a token's experts together have as many neurons as a dense layer.
     """
     used = max(1, metadata.integer("expert_used_count"))
     return metadata.integer("expert_feed_forward_length", values["intermediate_size"] // used)
@@ -263,14 +269,15 @@ def mixtral_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def granitemoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Granite-MoE's keys: those of Granite, and of experts."""
+    """The keys of Granite-MoE: those of Granite, and of experts."""
     always_renormalised(metadata)
     return {**expert_keys(metadata, "num_local_experts", values["intermediate_size"])}
 
 
 def phimoe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Phi-3.5-MoE's keys: those of Phi-3, and of experts. The sparsemixer's jitter isn't in files; it is the
-    same in all models.
+    """The keys of Phi-3.5-MoE: those of Phi-3, and of experts.
+
+    Files don't have the sparsemixer's jitter, which is the same in all models.
     """
     always_renormalised(metadata)
     return {
@@ -295,8 +302,10 @@ def gemma4_expert_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """gpt-oss's keys. The activation's constants aren't in files and are the same in all models; yarn's range
-    isn't widened to whole pairs.
+    """The keys of gpt-oss.
+
+    Files don't have the activation's constants, which are the same in all models. yarn's range isn't widened
+    to complete pairs.
     """
     scaling = values["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
@@ -310,7 +319,10 @@ def gpt_oss_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """LFM2-MoE's keys. Files don't say that weights are divided by their sum, as in all published models."""
+    """The keys of LFM2-MoE.
+
+    Files don't say whether weights are divided by their sum, so they are, as in all published models.
+    """
     read_keys = ("expert_feed_forward_length", "leading_dense_block_count", "expert_weights_scale")
     return {
         **conv_keys(metadata, values),
@@ -324,7 +336,7 @@ def lfm2moe_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def layers_ahead(metadata: Metadata, values: Values) -> int:
-    """How many of the last layers predict tokens ahead. Raises CheckpointError if all do."""
+    """How many of the last layers predict further tokens. Raises CheckpointError if all of them do."""
     ahead = metadata.integer("nextn_predict_layers", 0)
     if not 0 <= ahead < values["num_hidden_layers"]:
         raise CheckpointError(
@@ -356,7 +368,7 @@ def glm4moe_keys(metadata: Metadata, values: Values, gating: str = "sigmoid") ->
 
 
 def _shared(metadata: Metadata) -> int:
-    """Number of shared experts, each as large as the others."""
+    """The number of shared experts, each of which is as large as the other experts."""
     count, neurons = (
         metadata.integer("expert_shared_count", 0),
         metadata.integer("expert_feed_forward_length"),

@@ -1,8 +1,9 @@
-"""Model families as GGUF files describe them: their keys, tensor names, and how llama.cpp's converter changes
+"""How GGUF files describe model families: their keys, tensor names, and how llama.cpp's converter changes
 tensors.
 
-The values of a family's keys become those of the `config.json` that the model was made from, and its tensors
-get the names that they have beside that, so that `converters/architectures` describes each family once.
+The values of a family's keys are converted to those of the `config.json` that the model was made from, and
+its tensors get the names of that checkpoint, so that `converters/architectures` is the only description of
+each family.
 """
 
 from __future__ import annotations
@@ -140,25 +141,27 @@ def _as_stored(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """A family of models as GGUF files have it.
+    """How GGUF files describe one family of models.
 
     Args:
         model_type: its name in `config.json`.
-        interleaved: whether rows of queries and keys are stored in the order of llama.cpp's rotary
-            embedding, pairs (2i, 2i + 1).
-        partial: whether a part of each head may be all that turns.
+        interleaved: whether rows of queries and keys are stored in the order of llama.cpp's rotary embedding,
+            pairs (2i, 2i + 1).
+        partial: whether only a part of each head may be rotated.
         norm_key: the key of the norms' epsilon in `config.json`.
         bias_key: the key there that says whether queries, keys and values have biases; empty if none does.
-        fixed: values that all its models have, and files don't say.
+        fixed: values that all its models have and that aren't in files.
         blocks, wholes: names that differ from BLOCK_NAMES and MODEL_NAMES; `{}` in both is an expert's
             number.
-        keys: the values of its own keys, given the metadata and the values so far.
-        restore: undoes what was done to its tensors, but for the order of rows and the names.
+        keys: returns the values of keys that only this family has, given the metadata and the values so far.
+        restore: undoes what llama.cpp's converter does to tensors, apart from the order of rows and the
+            names.
         factors: tensors that `keys` reads.
-        latent: whether `keys` reads the widths of heads, and how much of them turns.
-        all_experts: whether no layer is dense, and files need no number of a dense layer's neurons.
-        varied: keys that may have a value for each layer, which `keys` reads too. Else the first one counts.
-        notes: what a user should know of what a file doesn't say.
+        latent: whether `keys` reads the widths of heads, and how much of them is rotated.
+        all_experts: whether no layer is dense, so that files need no number of neurons of a dense layer.
+        varied: keys that may have a value for each layer, which `keys` reads too. For other keys the first
+            value counts.
+        notes: sentences for users on what a file doesn't say.
     """
 
     model_type: str
@@ -212,7 +215,7 @@ def _phi3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _longrope_magnitude(context: int, original: int) -> float:
-    """Longrope's factor of cosines and sines, unless a model has its own."""
+    """Longrope's factor of cosines and sines, for a model that doesn't name one."""
     if not 1 < original < context:
         return 1.0
     return math.sqrt(1.0 + math.log(context / original) / math.log(original))
@@ -228,7 +231,10 @@ def _granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _stablelm_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """StableLM's keys. Older files wrongly say that blocks are parallel; the norms tell whether they are."""
+    """The keys of StableLM.
+
+    Older files wrongly say that blocks are parallel; the norms tell whether they are.
+    """
     metadata.boolean("use_parallel_residual", True)
     return {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in metadata.stored,
@@ -256,13 +262,13 @@ def _nemotron_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 def _less_one(tensors: Tensors, config: ModelConfig) -> Tensors:
     """The tensors, with norms minus one, as a checkpoint stores them.
 
-    What is added again later gives the stored weights to the bit if these are float32 numbers plus one.
+    Adding one again later gives exactly the stored weights if these are float32 numbers plus one.
     """
     return norms_shifted(tensors, -1.0)
 
 
 def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Falcon's tensors; where a layer has two norms, the first is the feed-forward's."""
+    """The tensors of Falcon. If a layer has two norms, the first is the feed-forward's."""
     restored = dict(split_attention(tensors, config))
     for layer in range(config.num_layers):
         name = LayerNames(layer)
@@ -275,7 +281,7 @@ def _restored_falcon(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def _flat_head_norms(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors, with norms of each head flattened from rows."""
+    """The tensors, with the norms of all heads flattened to one vector."""
     restored = dict(tensors)
     for layer in range(config.num_layers):
         for which in "qk":
@@ -293,7 +299,7 @@ def _with_experts(model_type: str, keys: Keys, **options: Any) -> GgufFamily:
 
 
 def _joint(*parts: Keys) -> Keys:
-    """A `Keys` that joins the values of all `parts`."""
+    """A `Keys` function that merges the values of all `parts`."""
 
     def keys(metadata: Metadata, values: Values) -> dict[str, Any]:
         return {key: value for part in parts for key, value in part(metadata, values).items()}

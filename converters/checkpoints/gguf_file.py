@@ -2,8 +2,8 @@
 
 The layout (little-endian): `GGUF`, uint32 version, uint64 number of tensors, uint64 number of metadata pairs,
 the pairs, the tensors' entries, and from the next multiple of the alignment on the tensors' values. The file
-is read by position and never mapped. Every count and length is compared with what the file and the limits
-below can hold before anything is allocated for it.
+is read by position and never mapped. Every count and length is compared with the file's size and with the
+limits below before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TENSOR_TYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the file. shape: as in numpy, rows first. offset: from the start of the file."""
+    """The header's entry for a tensor. shape: as in numpy, rows first. offset: from the start of the file."""
 
     type: TensorType
     shape: tuple[int, ...]
@@ -99,7 +99,9 @@ class GgufHeader:
     tensors: Mapping[str, TensorEntry]
 
     def text(self, key: str) -> str | None:
-        """A string, or None where the key is missing. Raises CheckpointError for another type or no UTF-8."""
+        """A string; None if the key is missing. Raises CheckpointError for another type, or if it isn't
+        UTF-8.
+        """
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -111,21 +113,21 @@ class GgufHeader:
             raise self.wrong(key, "UTF-8 text") from error
 
     def integer(self, key: str) -> int | None:
-        """A whole number, or None where the key is missing."""
+        """An integer; None if the key is missing."""
         value = self.metadata.get(key)
         if value is not None and type(value) is not int:
             raise self.wrong(key, "a whole number")
         return value
 
     def boolean(self, key: str) -> bool | None:
-        """True or false, or None where the key is missing."""
+        """A boolean; None if the key is missing."""
         value = self.metadata.get(key)
         if value is not None and type(value) is not bool:
             raise self.wrong(key, "true or false")
         return value
 
     def texts(self, key: str) -> list[str] | None:
-        """An array of strings, or None where the key is missing."""
+        """An array of strings; None if the key is missing."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -137,7 +139,7 @@ class GgufHeader:
             raise self.wrong(key, "UTF-8 texts") from error
 
     def numbers(self, key: str) -> NDArray[Any] | None:
-        """An array of numbers, or None where the key is missing."""
+        """An array of numbers; None if the key is missing."""
         value = self.metadata.get(key)
         if value is not None and not isinstance(value, np.ndarray):
             raise self.wrong(key, "an array of numbers")
@@ -151,9 +153,9 @@ class GgufHeader:
 
 
 def read_header(file: SourceFile) -> GgufHeader:
-    """Read and vet the header of `file`.
+    """The header of `file`, read and vetted.
 
-    Raises CheckpointError if the file is truncated or its header isn't sound, UnsupportedModelError for
+    Raises CheckpointError if the file is truncated or its header is invalid, UnsupportedModelError for
     another version or byte order, and for an unknown type of tensor.
     """
     reader = _HeaderReader(file)
@@ -192,8 +194,9 @@ def read_header(file: SourceFile) -> GgufHeader:
 
 
 def _placed(reader: _HeaderReader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
-    """The entries with offsets from the start of the file. Raises CheckpointError unless tensors follow one
-    another, aligned.
+    """The entries with offsets from the start of the file.
+
+    Raises CheckpointError unless tensors follow each other without gaps, aligned.
     """
     data = -(-reader.at // alignment) * alignment
     expected = 0
@@ -229,7 +232,7 @@ class _HeaderReader:
         )
 
     def need(self, nbytes: int, what: str) -> int:
-        """Read until the next `nbytes` bytes are in memory, and step over them. Returns their offset in
+        """Read until the next `nbytes` bytes are in memory, and move past them. Returns their offset in
         memory.
         """
         start, end = self.at, self.at + nbytes
@@ -295,7 +298,9 @@ class _HeaderReader:
         return self._numbers(kind, length, what)
 
     def _strings(self, count: int, what: str) -> list[bytes]:
-        """The next `count` strings. Those in memory take a faster path, as there can be 100,000s."""
+        """The next `count` strings. If they are in memory they take a faster path, because there can be
+        100,000s.
+        """
         strings, data = [], self._data
         for _ in range(count):
             start = self.at + 8
@@ -328,7 +333,7 @@ class _HeaderReader:
         return value
 
     def tensor(self, name: str) -> TensorEntry:
-        """The next tensor's entry, with its offset within the data."""
+        """The entry of the next tensor, with its offset within the data."""
         what = f"the entry of {plain(name)}"
         dimensions = self.number("<u4", what)
         if not 1 <= dimensions <= MAX_DIMENSIONS:

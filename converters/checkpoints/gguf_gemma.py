@@ -33,7 +33,9 @@ GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
 
 
 def gemma2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Gemma 2's keys. Files lack the scale of scores; llama.cpp recognises the largest model by its number of
+    """The keys of Gemma 2.
+
+    Files don't have the scale of scores; like llama.cpp, this recognises the largest model by its number of
     layers.
     """
     width = values["hidden_size"] // values["num_attention_heads"]
@@ -57,7 +59,10 @@ def gemma3_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Gemma 3n's keys. The share of gates below a cutoff is stored as the cutoff, in standard deviations."""
+    """The keys of Gemma 3n.
+
+    A file stores a cutoff in standard deviations; `config.json` has the share of gates below it.
+    """
     keys: dict[str, Any] = {
         "sliding_window": metadata.integer("attention.sliding_window"),
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
@@ -83,8 +88,9 @@ def gemma3n_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Gemma 4's keys. Layers differ: global ones in their heads, those with shared keys in their number of
-    neurons.
+    """The keys of Gemma 4.
+
+    Global layers have other heads, and layers with shared keys another number of neurons.
     """
     layers, shared = values["num_hidden_layers"], metadata.integer("attention.shared_kv_layers", 0)
     if not 0 <= shared < layers <= SIZE_LIMITS["num_layers"]:
@@ -132,7 +138,7 @@ def gemma4_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
     """Each layer's kind of attention.
 
-    Raises UnsupportedModelError for a single value, which could be a period or one for all.
+    Raises UnsupportedModelError for a single value, which might be a period, or a value for all layers.
     """
     key = "attention.sliding_window_pattern"
     if not metadata.is_array(key):
@@ -146,7 +152,9 @@ def kinds_of_layers(metadata: Metadata, layers: int) -> list[str]:
 
 
 def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[int]:
-    """An integer for each layer, from an array or from one number for all; `default` where there is none."""
+    """An integer for each layer, from an array or from one number for all. `default` if the key
+    is missing.
+    """
     if metadata.is_array(key):
         numbers = [int(value) for value in metadata.array(key) or []]
         if len(numbers) != layers:
@@ -159,16 +167,16 @@ def of_layers(metadata: Metadata, key: str, layers: int, default: int) -> list[i
 
 
 def first_of(kinds: list[str], kind: str, values: list[int]) -> int:
-    """The value of the first layer of `kind`, or of the first layer if none is of that kind."""
+    """The value of the first layer of `kind`; if there is none, that of the first layer."""
     return values[kinds.index(kind) if kind in kinds else 0]
 
 
 def _gemma4_ropes(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """`rope_parameters`, from the two rotary bases and the file's factors.
+    """The section `rope_parameters`, made from the two rotary bases and the file's factors.
 
-    In a global layer only a head's first pairs turn, with the frequencies that they would have if all did.
-    Files say so by factors: 1 for those, a huge one for the others. Raises UnsupportedModelError for other
-    factors.
+    In a global layer only a head's first pairs are rotated, with the frequencies that they would have if all
+    were. Files express this by factors: 1 for these pairs, and a huge number for the others. Raises
+    UnsupportedModelError for other factors.
     """
     base = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     if ROPE_FACTORS in metadata.stored:
@@ -201,7 +209,7 @@ def restored_gemma3n(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_gemma4(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Gemma 4's tensors, with scales of layers, router inputs and expert outputs renamed as in
+    """The tensors of Gemma 4, with scales of layers, router inputs and expert outputs renamed as in
     checkpoints.
     """
     restored = dict(tensors)

@@ -1,8 +1,8 @@
 """Models with latent attention in GGUF files: DeepSeek V2 and V3, and GLM-4.7-Flash, all as `deepseek2`.
 
-llama.cpp's converter writes the matrix that makes keys and values of latents as two, the keys' one turned
-over; files from before April 2025 have it whole. Nothing tells GLM-4.7-Flash from DeepSeek V3, whose blocks
-it has.
+llama.cpp's converter writes the matrix that computes keys and values from latents as two matrices, of which
+the keys' is transposed; in files from before April 2025 it is one. Nothing distinguishes GLM-4.7-Flash from
+DeepSeek V3, which has the same blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
 def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Sizes of latents, yarn's factor of scores, and experts, whose choice tells V2 from V3."""
+    """The sizes of latents, yarn's factor of scores, and experts. How these are chosen distinguishes V2 from
+    V3.
+    """
     kind = V3 if _chosen_by_sigmoids(metadata) else V2
     keys = {"model_type": kind, **_latent(metadata, values), **_experts(metadata, values, kind)}
     if metadata.has(_LOG_MULTIPLIER):
@@ -57,13 +59,13 @@ def deepseek2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def _lacks_groups(header: GgufHeader) -> bool:
-    """Whether a file says nothing of expert groups, as those from before October 2025."""
+    """Whether a file doesn't mention groups of experts, like files from before October 2025."""
     return not any(f"deepseek2.expert_group_{it}" in header.metadata for it in ("count", "used_count"))
 
 
 def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
-    """Notes on what a file doesn't say about the choice of experts and was taken from the published
-    models.
+    """The notes for users on how experts are chosen, if the file doesn't say and published models were the
+    guide.
     """
     experts = config.experts
     if experts is None or not _lacks_groups(header):
@@ -76,7 +78,9 @@ def latent_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _chosen_by_sigmoids(metadata: Metadata) -> bool:
-    """Whether sigmoids choose: by the key, or in files without it by the presence of a choice bias."""
+    """Whether sigmoids choose experts: as the key says, or in files without the key, if there is a choice
+    bias.
+    """
     gating = metadata.integer("expert_gating_func", 0)
     if gating:
         return GATING.get(gating) == "sigmoid"

@@ -1,7 +1,7 @@
 """LFM2 in GGUF files: its `config.json` values and the names of its tensors.
 
-A layer with a short convolution is one without heads of keys. The norm behind the last layer has the name
-that other families' files give to a norm of embeddings.
+A layer without key heads has a short convolution. The norm after the last layer has the name that other
+families' files give to a norm of embeddings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEY_HEADS = "attention.head_count_kv"
 
 
 def lfm2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The keys of a model without experts. Files hold the number of neurons directly."""
+    """The keys of a model without experts. Files contain the number of neurons directly."""
     return {**conv_keys(metadata, values), "block_auto_adjust_ff_dim": False}
 
 
 def conv_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The taps of convolutions, and which layers have one."""
+    """The number of taps of convolutions, and which layers have one."""
     keys: dict[str, Any] = {
         "conv_L_cache": metadata.integer("shortconv.l_cache"),
         "norm_eps": values["rms_norm_eps"],
@@ -54,7 +54,7 @@ def conv_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def restored_lfm2(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors unchanged. Raises CheckpointError where a convolution is missing."""
+    """The tensors, unchanged. Raises CheckpointError if a convolution is missing."""
     for layer, spec in enumerate(config.layers):
         for stored, name in CONV_NAMES.items() if spec.conv is not None else ():
             if f"model.layers.{layer}.{name}.weight" not in tensors:

@@ -1,8 +1,8 @@
 """Models with Mamba-2 mixers in GGUF files: their `config.json` values and their tensors.
 
-Files hold decays, -exp(A_log), where checkpoints have `A_log`, and a number of each head as a row.
-Falcon-H1's multipliers are in its weights there. Nemotron-H's layers are single blocks, as in its
-checkpoints: one with heads of keys is attention, one with neurons a feed-forward, any other a mixer.
+Files contain decays, -exp(A_log), in place of a checkpoint's `A_log`, and store one number per head as a row.
+Falcon-H1's multipliers are part of its weights. Nemotron-H's layers are single blocks, as in its checkpoints:
+a block with key heads is attention, one with neurons is a feed-forward, and any other is a mixer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SUFFIXES = {
 
 
 def granite_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """The multipliers that every Granite has."""
+    """The multipliers that every Granite model has."""
     return {
         "attention_multiplier": metadata.number("attention.scale", values["head_dim"] ** -0.5),
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
@@ -149,7 +149,9 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
 
 
 def falcon_h1_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """Falcon-H1's keys. Files don't say where a norm stands; llama.cpp runs it after the gate."""
+    """The keys of Falcon-H1. Files don't say where a norm is applied; it is after the gate, as llama.cpp has
+    it.
+    """
     heads, width, sizes = _mixer_keys(metadata)
     return {
         **{f"mamba_{key}": value for key, value in sizes.items()},
@@ -163,7 +165,7 @@ def falcon_h1_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def restored_mixers(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """The tensors with values and shapes as a checkpoint has them."""
+    """The tensors, with values and shapes as in a checkpoint."""
     restored: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         for old, new in SUFFIXES.items():
@@ -180,12 +182,14 @@ def restored_mixers(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 
 def restored_granite(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Granite's tensors, with experts split."""
+    """The tensors of Granite, with experts split."""
     return restored_experts(restored_mixers(tensors, config), config)
 
 
 def _mixer_keys(metadata: Metadata) -> tuple[int, int, dict[str, Any]]:
-    """Number of a mixer's heads, width of all, and the other sizes by the ends of their keys."""
+    """The number of a mixer's heads, the width of all heads, and the other sizes by the ends of
+    their keys.
+    """
     heads, inner = heads_with_states(metadata)
     sizes = {
         "n_groups": metadata.integer("ssm.group_count"),
@@ -196,7 +200,7 @@ def _mixer_keys(metadata: Metadata) -> tuple[int, int, dict[str, Any]]:
 
 
 def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
-    """A number for each layer; a single number stands for all."""
+    """A number for each layer. A single number counts for all layers."""
     layers = values["num_hidden_layers"]
     if not 1 <= layers <= MAX_LAYERS:
         raise UnsupportedModelError(
@@ -214,8 +218,9 @@ def _of_layers(metadata: Metadata, values: Values, key: str) -> list[int]:
 
 
 def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
-    """The one number that all layers with any share; 1 if none has. Raises UnsupportedModelError if they
-    differ.
+    """The number that all layers share, apart from layers without any; 1 if none has one.
+
+    Raises UnsupportedModelError if the numbers differ.
     """
     distinct = sorted(set(numbers) - {0})
     if len(distinct) > 1:
@@ -227,5 +232,5 @@ def _one_number(metadata: Metadata, key: str, numbers: Sequence[int]) -> int:
 
 
 def _has(metadata: Metadata, ending: str) -> bool:
-    """Whether any tensor's name ends in `ending`."""
+    """Whether the name of any tensor ends with `ending`."""
     return any(name.endswith(ending) for name in metadata.stored)

@@ -32,9 +32,9 @@ class Metadata:
     """What a GGUF file says about its model.
 
     Args:
-        header: of the file that holds the metadata.
-        reader: of the architecture's keys, which remembers those that were read.
-        prefix: of these keys, as in `llama.`.
+        header: the header of the file with the metadata.
+        reader: reads the architecture's keys, and remembers those that have been read.
+        prefix: the beginning of these keys, such as `llama.`.
         stored: the tensors of all parts.
     """
 
@@ -60,7 +60,7 @@ class Metadata:
         return self.reader.boolean(self.prefix + key, default)
 
     def array(self, key: str) -> list[float] | None:
-        """An array of finite numbers, none below MIN_NUMBER, or None where the key is missing."""
+        """An array of finite numbers, none of them below MIN_NUMBER; None if the key is missing."""
         numbers = self.header.numbers(self.prefix + key)
         if numbers is None:
             return None
@@ -68,7 +68,7 @@ class Metadata:
         return self.reader.with_value(self.prefix + key, values).numbers(self.prefix + key)
 
     def rows(self, name: str) -> int:
-        """Number of rows of a matrix. Raises CheckpointError if there is none of this name."""
+        """The number of rows of a matrix. Raises CheckpointError if there is no matrix of this name."""
         tensor = self.stored.get(name)
         if tensor is None or len(tensor.entry.shape) != 2:
             raise CheckpointError(f"{self.header.file} has no matrix {name}; is the download complete?")

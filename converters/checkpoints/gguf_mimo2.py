@@ -1,8 +1,9 @@
-"""MiMo V2 in GGUF files, as `mimo2`.
+"""MiMo V2 in GGUF files, whose architecture is named `mimo2`.
 
-Files hold the authors' `sliding_window`, which counts the tokens before a query's own. Older ones lack the
-factor of attention's values, which llama.cpp didn't know, and have queries, keys and values apart; later ones
-may have these in one matrix, and the layers that predict tokens ahead behind the others.
+Files contain the authors' `sliding_window`, which counts the tokens before the query. Older files don't have
+the factor of attention's values, which llama.cpp didn't know then, and store queries, keys and values
+separately. Later files may have these in one matrix, and may contain the layers that predict further tokens,
+after the others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _GROUPS, _CHOSEN_GROUPS = "expert_group_count", "expert_group_used_count"
 
 
 def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
-    """MiMo V2's keys. The tensors say which layers have experts, and which have sinks."""
+    """The keys of MiMo V2. The tensors show which layers have experts, and which have sinks."""
     total, ahead, width = values["num_hidden_layers"], layers_ahead(metadata, values), values["head_dim"]
     layers = total - ahead
     kinds = kinds_of_layers(metadata, total)[:layers]
@@ -92,14 +93,16 @@ def mimo2_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 
 
 def mimo2_notes(header: GgufHeader, config: ModelConfig) -> tuple[str, ...]:
-    """Notes on what a file doesn't say about attention and was taken from the published models."""
+    """The notes for users on attention, if the file doesn't say something and published models were the
+    guide.
+    """
     if f"mimo2.{_SCALE}" in header.metadata:
         return ()
     return (f"values are scaled by {VALUE_SCALE}, as in published models: {header.file} has no {_SCALE}",)
 
 
 def restored_mimo2(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """MiMo V2's tensors, with experts and fused attention projections split and sinks renamed as in a
+    """The tensors of MiMo V2, with experts and fused attention projections split and sinks renamed as in a
     checkpoint.
 
     Raises CheckpointError for experts that are missing, and for tensors of other shapes.

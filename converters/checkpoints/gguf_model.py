@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: one file, or the parts `NAME-00001-of-00003.gguf` and so on.
 
-Metadata become the values of the `config.json` that the model was made from, so that families stay described
-in one place, `converters/architectures`. Tensors get Hugging Face's names, and rows that llama.cpp's
-converter moved go back to their place.
+Metadata are converted to the values of the `config.json` that the model was made from, so that families are
+described only in `converters/architectures`. Tensors get Hugging Face's names, and rows that llama.cpp's
+converter moved are moved back.
 """
 
 from __future__ import annotations
@@ -67,19 +67,22 @@ _HARMLESS = (
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A GGUF file on a disk. As the user named it, it may be a link to anywhere. See `open_gguf_of`."""
+    """A GGUF file on a disk, as a Checkpoint. It may be a link to anywhere, because the user named it. See
+    `open_gguf_of`.
+    """
     return open_gguf_of(SourceFolder(path.absolute().parent), path.name, lambda name: SourceFile(path))
 
 
 def open_gguf_of(
     folder: SourceFolder, name: str, opened: Callable[[str], SourceFile] | None = None
 ) -> Checkpoint:
-    """A GGUF file of a folder, with all its parts if it is one of several, whichever is named.
+    """A GGUF file of a folder as a Checkpoint. If it is one of several parts, all parts are opened, whichever
+    is named.
 
-    opened: opens the named one, if the folder isn't to.
+    opened: opens the named file; by default the folder does.
 
     Raises CheckpointError if the file is damaged or parts are missing, UnsupportedModelError if the model,
-    its tokenizer or a type of its tensors isn't known here.
+    its tokenizer or a type of its tensors isn't supported.
     """
     with ExitStack() as refused:
 
@@ -163,7 +166,9 @@ def _description(header: GgufHeader, family: GgufFamily, stored: Mapping[str, St
 def _of_metadata(
     header: GgufHeader, error: CheckpointError | UnsupportedModelError
 ) -> CheckpointError | UnsupportedModelError:
-    """The error of a config, or of tensors that don't match it, reworded for a file, which has no config."""
+    """An error of a config, or of tensors that don't match it, reworded for a GGUF file, which
+    has no config.
+    """
     text = str(error)
     if text.startswith(header.file):
         return error
@@ -174,8 +179,8 @@ def _of_metadata(
 
 
 def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
-    """Frequencies divided by a file's factors, one for each pair that turns, as Llama 3's scaling is
-    stored.
+    """Frequencies divided by a file's factors, one for each rotated pair. Llama 3's scaling is stored this
+    way.
     """
     if rope.long_frequencies:
         raise CheckpointError(
@@ -196,7 +201,9 @@ def _divided(rope: RopeSpec, factors: SourceTensor, file: str) -> RopeSpec:
 
 
 def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """The values that a `config.json` would have. Unknown keys of the architecture are refused by name."""
+    """The values that a `config.json` would have. Raises an error that names an unknown key of the
+    architecture.
+    """
     prefix = f"{header.text('general.architecture')}."
     family_values = {key: value for key, value in header.metadata.items() if key.startswith(prefix)}
     scalars = {
@@ -251,7 +258,7 @@ def _config_values(header: GgufHeader, family: GgufFamily, stored: Mapping[str, 
 
 
 def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str, Any]:
-    """The share of a head's dimensions that turn, for families where it may be a part."""
+    """The share of a head's dimensions that is rotated, for families in which it may be only a part."""
     if not family.partial:
         metadata.reader.only(metadata.prefix + "rope.dimension_count", head_dim)
         return {}
@@ -266,7 +273,9 @@ def _rotated(metadata: Metadata, family: GgufFamily, head_dim: int) -> dict[str,
 
 
 def _check_decoder(metadata: Metadata, family: GgufFamily) -> None:
-    """Raises UnsupportedModelError for experts in a family without any, and for a model that isn't causal."""
+    """Check the kind of model. Raises UnsupportedModelError for experts in a family without any, and for a
+    model that isn't causal.
+    """
     for key in ("expert_count", "expert_used_count"):
         if metadata.integer(key, 0) and family.model_type not in EXPERT_NAMES:
             raise UnsupportedModelError(
@@ -284,7 +293,7 @@ def _is_array(value: Value) -> TypeGuard[NDArray[Any]]:
 
 
 def _scalar(value: Value) -> bool | int | float | str:
-    """A value for ConfigReader. An array, one number per layer, counts as a number if all are equal."""
+    """A value for ConfigReader. An array with one number per layer counts as a number if all are equal."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, bytes):
@@ -294,7 +303,7 @@ def _scalar(value: Value) -> bool | int | float | str:
 
 
 def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
-    """The section `rope_scaling` of a `config.json`. `rope.scale_linear` is the older name of a factor."""
+    """The section `rope_scaling` of a `config.json`. An older name of its factor is `rope.scale_linear`."""
     kind = reader.text(prefix + "rope.scaling.type", "none")
     linear = reader.number(prefix + "rope.scale_linear", 1.0)
     factor = reader.number(prefix + "rope.scaling.factor", linear)
@@ -316,7 +325,9 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
 
 
 def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Names of the file's tensors by their names in a checkpoint, for those that the family knows."""
+    """For each name in a checkpoint, the name in the file, for those tensors of the file that the family
+    knows.
+    """
     blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**MODEL_NAMES, **family.wholes}
     names = {}
     for name in stored:
@@ -333,7 +344,7 @@ def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def _usual_names(config: ModelConfig) -> dict[str, str]:
-    """Usual names in GGUF files of the tensors that `tensors.py` describes."""
+    """The usual names in GGUF files of the tensors that `tensors.py` describes, by their names there."""
     modules = dict(BLOCK_NAMES)
     if not config.layers[0].feed_forward.gated:
         modules["ffn_up"] = modules.pop("ffn_gate")
@@ -349,8 +360,9 @@ def _usual_names(config: ModelConfig) -> dict[str, str]:
 def _selected(
     header: GgufHeader, family: GgufFamily, description: Description, stored: Mapping[str, Stored]
 ) -> dict[str, SourceTensor]:
-    """The model's tensors by the names of `tensors.py`. Raises CheckpointError unless exactly those that the
-    metadata imply are there.
+    """The model's tensors under the names of `tensors.py`.
+
+    Raises CheckpointError unless exactly those tensors are in the file that the metadata imply.
     """
     config = description.config
     names = _names(family, stored)

@@ -1,4 +1,4 @@
-"""GGUF models in parts, `NAME-00001-of-00003.gguf` and so on, each with its own header."""
+"""GGUF models in several parts, `NAME-00001-of-00003.gguf` and so on, each of which has a header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GgufPart:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """The models in GGUF files: each model's sorted file names, by their common name.
+    """The models among GGUF files: the sorted file names of each model, by the name that they have in common.
 
     Encoders of images (`mmproj`) and statistics (`imatrix`) aren't models.
     """
@@ -34,7 +34,7 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def open_parts(named: str, opened: Callable[[str], GgufPart]) -> list[GgufPart]:
-    """The parts of a model, in order; only the first keeps its metadata. opened: opens a file by its name."""
+    """The parts of a model, in order. Only the first keeps its metadata. opened: opens a file by its name."""
     match = PART.fullmatch(named)
     if match is None:
         part = opened(named)

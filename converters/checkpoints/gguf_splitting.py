@@ -1,8 +1,8 @@
-"""How byte-level tokenizers split a text before merging, by GGUF's names for the ways.
+"""How byte-level tokenizers split a text before merging, by the names that GGUF gives to the ways.
 
-A GGUF file holds tokens and merges, but of the splitting only a name, `tokenizer.ggml.pre`. Each rule here is
-the one in the `tokenizer.json` of the models that the name was made for, or llama.cpp's where these have
-none.
+A GGUF file contains tokens and merges, but only a name for the splitting, `tokenizer.ggml.pre`. Each rule
+here is taken from the `tokenizer.json` of the models for which the name was made, or from llama.cpp if these
+have none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEKKEN = (
 
 
 def _cased(upper: str, lower: str) -> str:
-    """A pattern for words that begin with capitals, with contractions."""
+    """A pattern for words that begin with capital letters, with contractions."""
     start, end = r"[^\r\n\p{L}\p{N}]?", f"{_CONTRACTIONS}?"
     return rf"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
 
@@ -82,13 +82,14 @@ class Splitting:
     """How one kind of tokenizer splits a text.
 
     Args:
-        pattern: splits a text; None for GPT-2's, which is part of the `ByteLevel` component.
-        first: patterns that split a text before that one, each of them what those before it left.
-        punctuation: whether runs of punctuation stand apart, which is decided first of all.
-        digits: whether every digit stands alone, which is decided before the pattern.
-        threes: whether numbers are cut into threes of digits, which is decided last, on bytes as spelt.
-        composes: whether text is brought to Unicode's form C first. keeps_tokens: whether a part that is a
-            token is never merged from smaller ones.
+        pattern: splits a text; None for GPT-2's pattern, which is part of the `ByteLevel` component.
+        first: patterns that split a text before `pattern`, each applied to the parts that the one before
+            left.
+        punctuation: whether runs of punctuation are separate parts; decided before everything else.
+        digits: whether every digit is a separate part; decided before `pattern`.
+        threes: whether numbers are cut into groups of three digits; decided last, on spelled bytes.
+        composes: whether text is converted to Unicode's form C first. keeps_tokens: whether a part that is a
+            token is used as it is, without merging.
         adds_bos: whether a text gets a BOS token if the file doesn't say.
     """
 
@@ -103,12 +104,12 @@ class Splitting:
 
     @property
     def normalizer(self) -> dict[str, Any] | None:
-        """The normalizer of a `tokenizer.json`."""
+        """The component `normalizer` for a `tokenizer.json`; None if there is none."""
         return {"type": "NFC"} if self.composes else None
 
     @property
     def pre_tokenizer(self) -> dict[str, Any]:
-        """The pre-tokenizer of a `tokenizer.json`."""
+        """The component `pre_tokenizer` for a `tokenizer.json`."""
         parts: list[dict[str, Any]] = []
         if self.punctuation:
             parts.append({"type": "Punctuation", "behavior": "Contiguous"})
@@ -125,7 +126,7 @@ class Splitting:
 
 
 def _split(pattern: str) -> dict[str, Any]:
-    """A component that makes each match of `pattern` a part."""
+    """A component that makes each match of `pattern` a separate part."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 

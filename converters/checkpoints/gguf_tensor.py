@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: plain ones as in every format, quantised ones decoded block by block.
+"""The tensors of a GGUF file: plain ones, and quantised ones, which are decoded block by block.
 
 Legend: R rows, C columns, B blocks of a row.
 """
@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 20
 def source_tensor(
     name: str, file: SourceFile, stored_name: str, entry: TensorEntry, interleaved_head_dim: int = 0
 ) -> SourceTensor:
-    """The tensor `stored_name` of `file`, by the name that the converter uses for it.
+    """The tensor `stored_name` of `file`, under the name that the converter uses for it.
 
     interleaved_head_dim: see `StoredTensor`. Raises UnsupportedModelError, which names the type, for values
     that can't be decoded.
@@ -56,7 +56,7 @@ def source_tensor(
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A `SourceTensor` whose rows are stored in quantised blocks; it gives float32.
+    """A `SourceTensor` whose rows are stored in quantised blocks and returned as float32.
 
     interleaved_head_dim: see `StoredTensor`.
     """
@@ -101,7 +101,7 @@ class QuantizedTensor:
         return in_halves(out, size)[start - first : stop - first] if size > 1 else out
 
     def columns(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Columns of all rows, from the blocks that hold them, a few rows at a time."""
+        """Columns of all rows, (R, n), decoded from the blocks that contain them, a few rows at a time."""
         rows, cols = self.shape
         if (start, stop) == (0, cols):
             return self.rows(0, rows)
@@ -128,9 +128,10 @@ class QuantizedTensor:
         return TILE_FORMATS.get(self.type.name, self.code_format)
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes in groups of 32, at their bits or, as the same numbers, at more bits; None for other formats.
+        """The codes of rows in groups of 32, with their number of bits or, as the same numbers, with more
+        bits. None for other formats.
 
-        Those of MXFP4 are kept in that format alone, and those of tiles in the one that is theirs.
+        Codes of MXFP4 are kept only in that format, and codes of tile formats only in theirs.
         """
         if stored.tiles_only:
             return self._tile_rows(start, stop, stored) if stored == self.tile_format else None
@@ -160,7 +161,7 @@ class QuantizedTensor:
         return padded_codes(codes, scales, biases, RowLayout(cols, *stored))
 
     def _tile_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes:
-        """Rows [start, stop) in the type's tile format."""
+        """Rows [start, stop) in the tile format of the tensor's type."""
         read, cols = self._stored_rows(start, stop), self.shape[-1]
         codes = np.empty((len(read), cols * stored.bits // 8), dtype=np.uint8)
         of_block = stored.header_bytes if stored.two_levels else 2
@@ -173,7 +174,7 @@ class QuantizedTensor:
         return padded_codes(codes, scales.view(np.float16), none, RowLayout(cols, *stored))
 
     def _stored_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Blocks (n, bytes) of rows [start, stop) and of the other rows of their heads."""
+        """The blocks (n, bytes) of rows [start, stop), and of other rows that belong to the same heads."""
         size = self.row_unit
         first, last = start // size * size, -(-stop // size) * size
         read = np.empty((last - first, self._row_bytes), dtype=np.uint8)
@@ -181,14 +182,17 @@ class QuantizedTensor:
         return read
 
     def _in_order(self, values: NDArray[Any], start: int, stop: int) -> NDArray[Any]:
-        """Rows [start, stop) of what was made from `_stored_rows`, in a bundle's order."""
+        """Rows [start, stop) of values computed from `_stored_rows`, in the order of a bundle."""
         if not self.interleaved_head_dim:
             return values
         first = start // self.interleaved_head_dim * self.interleaved_head_dim
         return in_halves(values, self.interleaved_head_dim)[start - first : stop - first]
 
     def encoded_columns(self, start: int, stop: int, stored: RowFormat) -> GgufColumns | None:
-        """The stored blocks, where the kernels know the type: an eighth of the memory at 4 bits."""
+        """The stored blocks of columns [start, stop); None if the kernels don't know the type.
+
+        At 4 bits they take an eighth of the memory of decoded values.
+        """
         if self.code_format is None or stored.bits == 16 or self.interleaved_head_dim:
             return None
         block, nbytes = self.type.block, self.type.nbytes
@@ -224,15 +228,15 @@ class QuantizedTensor:
             self._decode(stored, values)
 
     def _decode(self, stored: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """Decode rows of whole blocks: (n, B * bytes) to (n, B * values), both contiguous."""
+        """Decode rows of full blocks, from (n, B * bytes) to (n, B * values), both contiguous."""
         blocks = stored.reshape(-1, self.type.nbytes)
         decode(self.type.name, blocks, out.reshape(-1, self.type.block))
 
 
 @dataclass(frozen=True)
 class GgufColumns:
-    """Columns [start, stop) of blocks `data` (C, B * bytes), as an `EncodedColumns`. start: a multiple of
-    16.
+    """Columns [start, stop) of the blocks `data`, (C, B * bytes), as an `EncodedColumns`. start: a multiple
+    of 16.
     """
 
     type: TensorType

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, from a `tokenizer.json` beside it or made from its metadata.
+"""The tokenizer of a GGUF file, read from a `tokenizer.json` in its folder, or made from its metadata.
 
 Metadata of the kind `llama` become a sentencepiece model, those of the kinds `gpt2` and `gemma4` a
-`tokenizer.json`. Both then pass the checks that files of other checkpoints pass.
+`tokenizer.json`. Both then pass the same checks as files of other checkpoints.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ logger = logging.getLogger(__name__)
 def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: int) -> TokenizerFiles:
     """The tokenizer of a model of `vocab_size` tokens.
 
-    header: of the file that holds the metadata. folder: the folder that it is in. Raises CheckpointError for
-    a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
+    header: the header of the file with the metadata. folder: the folder of that file. Raises CheckpointError
+    for a damaged tokenizer or another model's, UnsupportedModelError for unknown rules.
     """
     text = _template_text(header, _TEMPLATE)
     tokens = _tokens(header, vocab_size)
@@ -109,7 +109,7 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
 def _converted(
     header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
 ) -> tuple[TokenizerKind, bytes, bool]:
-    """Kind and bytes of the tokenizer's file, and whether texts begin with a BOS token."""
+    """The kind and the bytes of the tokenizer's file, and whether texts begin with a BOS token."""
     model = header.text(f"{_PREFIX}.model")
     explicit = header.boolean(f"{_PREFIX}.add_bos_token")
     if model == "llama":
@@ -142,13 +142,13 @@ def _template(header: GgufHeader) -> bytes | None:
 
 
 def _template_text(header: GgufHeader, key: str) -> str:
-    """The text of a key; empty where it is missing."""
+    """The text at a key; empty if the key is missing."""
     value = header.metadata.get(key)
     return decoded(value) if isinstance(value, bytes) else header.text(key) or ""
 
 
 def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:
-    """(text, type) by id, without the padding at the end. Texts are distinct."""
+    """Each token's text and type, by id, without the padding at the end. No two texts are equal."""
     texts = header.texts(f"{_PREFIX}.tokens") or []
     kinds = header.numbers(f"{_PREFIX}.token_type")
     if kinds is None:
@@ -177,7 +177,7 @@ def _is_padding(text: str, kind: int) -> bool:
 
 
 def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> InfillTokens | None:
-    """The infill marks that keys name; None if no key does, or the marks are recognised by name."""
+    """The infill marks that keys name. None if no key does, or if the marks are recognised by their names."""
     prefix, suffix, middle, repository, file, _ = marks = [
         _token_id(header, key, vocab_size) for key in INFILL_KEYS
     ]
@@ -190,9 +190,9 @@ def _infill(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) 
 def _steered(
     tokens: list[tuple[str, int]], template: str, infill: InfillTokens | None
 ) -> list[tuple[str, int]]:
-    """`tokens`, with those that end a turn or mark infill typed as control tokens.
+    """The tokens, in which those that end a turn or mark infill have the type of control tokens.
 
-    Many files mark these as text, which users could then type and readers would see.
+    Many files give them the type of text, so that users could type them and readers would see them.
     """
     control = {text for text, kind in tokens if kind == proto.CONTROL}
     steering = ending_names((text for text, _ in tokens), control, template) | MIDDLE_MARKS
@@ -204,7 +204,7 @@ def _steered(
 def _sentencepiece(
     header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
 ) -> bytes:
-    """A sentencepiece model of the kind `llama`."""
+    """The bytes of a sentencepiece model, for a tokenizer of the kind `llama`."""
     if header.metadata.get(f"{_PREFIX}.precompiled_charsmap") is not None:
         raise UnsupportedModelError(
             f"{header.file}: tokenizer.ggml.precompiled_charsmap, which changes characters, isn't known "
@@ -253,8 +253,9 @@ def _splitting(header: GgufHeader) -> Splitting:
 
 
 def _spelled(unknown: str | None) -> dict[str, Any]:
-    """The rules of Gemma 4's BPE: a text is merged without splitting, spaces are marks, and unknown
-    characters become bytes.
+    """The rules of Gemma 4's BPE.
+
+    A text is merged without splitting, spaces are marks, and unknown characters become bytes.
     """
     back = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
     return {
@@ -266,7 +267,9 @@ def _spelled(unknown: str | None) -> dict[str, Any]:
 
 
 def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: dict[str, Any]) -> bytes:
-    """A `tokenizer.json` of BPE: tokens and merges of the file, and the rules of its kind."""
+    """The bytes of a BPE `tokenizer.json`, made from the file's tokens and merges, and the rules
+    of its kind.
+    """
     merges = header.texts(f"{_PREFIX}.merges")
     if merges is None:
         raise header.wrong(f"{_PREFIX}.merges", "there")
@@ -282,8 +285,8 @@ def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], rules: di
 
 
 def _check_same(files: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
-    """Raises CheckpointError if a `tokenizer.json` beside the file has other tokens than the file's
-    metadata.
+    """Check a `tokenizer.json` in the file's folder. Raises CheckpointError if its tokens differ from the
+    file's metadata.
     """
     document = json.loads(files.blobs[TOKENIZER_FILES["tokenizers"]])
     vocabulary: dict[str, int] = document["model"]["vocab"]
@@ -303,7 +306,7 @@ def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
 
 
 def _bos_id(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> int | None:
-    """The BOS id that the metadata name, else Llama's in a vocabulary of its kind."""
+    """The BOS id in the metadata. If they name none, Llama's, for a vocabulary of that kind."""
     named = _token_id(header, "bos_token_id", vocab_size)
     usual = header.text(f"{_PREFIX}.model") == "llama" and tokens[1:2] == [("<s>", proto.CONTROL)]
     return 1 if named is None and usual else named

@@ -1,6 +1,6 @@
 """Hugging Face folders: `config.json`, one or many safetensors files, tokenizer and generation defaults.
 
-MLX writes such folders too. Where it has quantised them, `mlx_folder` says what the tensors mean.
+MLX writes such folders too. If it has quantised one, `mlx_folder` says what the tensors mean.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
 
 
 def open_config(folder: SourceFolder) -> Checkpoint:
-    """The model of a folder's `config.json` as a Checkpoint without tensors, to plan it and no more.
+    """A Checkpoint without tensors, made from a folder's `config.json`, which can only be planned.
 
-    Its tokenizer may be missing too. Raises as `open_huggingface`, but for weights.
+    The tokenizer may be missing too. Raises what `open_huggingface` raises, except for missing weights.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
     description = describe_model(values)
@@ -102,8 +102,8 @@ def open_config(folder: SourceFolder) -> Checkpoint:
 
 
 def describe_model(values: Mapping[str, Any]) -> Description:
-    """The model of a folder's `config.json`, whatever the storage of its tensors. Raises what `describe`
-    raises.
+    """The model that a folder's `config.json` describes, however its tensors are stored. Raises what
+    `describe` raises.
     """
     return describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
 
@@ -111,10 +111,11 @@ def describe_model(values: Mapping[str, Any]) -> Description:
 def stored_tensors(
     folder: SourceFolder, values: Mapping[str, Any], opened: ExitStack
 ) -> dict[str, SourceTensor]:
-    """All tensors of the folder by their names there, codes joined with their scales.
+    """All tensors of the folder by their names in it. Codes are joined with their scales.
 
-    values: of `config.json`. opened: closes the files that are opened here. Raises CheckpointError for files
-    that are missing or damaged, UnsupportedModelError for types and methods that aren't read.
+    values: the content of `config.json`. opened: will close the files that are opened here. Raises
+    CheckpointError for files that are missing or damaged, UnsupportedModelError for unknown types and
+    methods.
     """
     mxfp4 = has_mxfp4(values)
     fp8 = read_fp8(values)
@@ -130,12 +131,13 @@ def stored_tensors(
 
 
 def _quantized_by_mlx(values: Mapping[str, Any]) -> bool:
-    """Whether the folder is quantised by MLX. Raises UnsupportedModelError for an unknown method."""
+    """Whether MLX has quantised the folder. Raises UnsupportedModelError for an unknown method."""
     return not has_mxfp4(values) and not read_fp8(values) and read_quantization(values) is not None
 
 
 def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
-    """Sampling defaults from `generation_config.json`, by SamplingConfig field; invalid values are left out.
+    """The sampling defaults in `generation_config.json`, by SamplingConfig field. Invalid values are left
+    out.
 
     Without `do_sample` the file means greedy decoding, which is a temperature of 0.
     """
@@ -155,7 +157,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
 
 
 def all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
-    """All tensors of the folder, by name. opened: closes the files that are opened here."""
+    """All tensors of the folder, by name. opened: will close the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(opened.enter_context(closing(folder.open(SINGLE))))
     if folder.has(INDEX):
@@ -195,7 +197,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
 
 
 def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
-    """The tensors of all shards. Raises CheckpointError for a tensor in two of them."""
+    """The tensors of all shards. Raises CheckpointError for a tensor that is in two of them."""
     tensors: dict[str, RawTensor] = {}
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
@@ -210,7 +212,7 @@ def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
 
 
 def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
-    """The tensors of the model, checked against the config, without redundant ones."""
+    """The model's tensors, checked against the config. Redundant ones are left out."""
     expected = tensor_shapes(config)
     missing = sorted(set(expected) - set(tensors))
     if missing:
@@ -237,7 +239,9 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
 
 
 def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
-    """Raises CheckpointError unless the head in a tied model's files equals the embedding."""
+    """Check the head in the files of a model with tied embeddings. Raises CheckpointError unless it equals
+    the embedding.
+    """
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     block = max(1, (4 << 20) * embedding.shape[0] // embedding.values_nbytes)
     for start in range(0, embedding.shape[0] if same else 0, block):

@@ -51,7 +51,7 @@ def is_llama2c(path: Path) -> bool:
 
 
 def open_llama2c(path: Path) -> Checkpoint:
-    """A `.bin` file as a Checkpoint, with the tokenizer beside it.
+    """A `.bin` file as a Checkpoint, with the tokenizer in the same folder.
 
     Raises CheckpointError if the header or size is wrong, or the tokenizer belongs to another model.
     """
@@ -107,7 +107,8 @@ def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
 
 
 def _sections(config: ModelConfig, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of the file's arrays, in order; each stacks all layers' tensors of one kind.
+    """The name and the shape of each array in the file, in order. An array stacks all layers' tensors of one
+    kind.
 
     An empty name marks an array that isn't used.
     """
@@ -163,10 +164,11 @@ def _layer_name(names: LayerNames, section: str) -> str:
 
 
 def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
-    """The tokenizer `tok<vocabulary>.bin` or `tokenizer.bin` beside the checkpoint; else token ids only.
+    """The tokenizer `tok<vocabulary>.bin` or `tokenizer.bin` in the checkpoint's folder. Without one, the
+    bundle takes token ids only.
 
     BOS ends a text too: training joins stories with only BOS between them, and llama2.c's own loop stops at
-    it. EOS is the tokenizer's own end token, for models that were trained with one.
+    it. EOS is the tokenizer's end token, for models that were trained with one.
     """
     folder = SourceFolder(path.parent)
     for name in (f"tok{vocab_size}.bin", "tokenizer.bin"):
@@ -191,11 +193,10 @@ def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
 
 
 def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
-    """Sentencepiece model that tokenises as a llama2.c tokenizer file does.
+    """The bytes of a sentencepiece model that tokenises as a llama2.c tokenizer file does.
 
     The file is an int32 (length of the longest piece), then per token a float32 score, an int32 length and
-    the bytes.
-    Raises CheckpointError if it doesn't hold exactly `vocab_size` tokens.
+    the bytes. Raises CheckpointError if it doesn't hold exactly `vocab_size` tokens.
     """
     pieces: list[tuple[str, float, int]] = []
     offset = 4
@@ -220,9 +221,9 @@ def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
 
 
 def _piece(token: int, text: str, score: float) -> tuple[str, float, int]:
-    """(text, score, type) of a token in sentencepiece's spelling.
+    """The text, score and type of a token, in sentencepiece's spelling.
 
-    llama2.c spells special tokens on lines of their own, and U+2581 as a space.
+    llama2.c spells special tokens on separate lines, and U+2581 as a space.
     """
     if token == 0:
         return "<unk>", score, proto.UNKNOWN

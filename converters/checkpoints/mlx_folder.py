@@ -1,8 +1,8 @@
 """Hugging Face folders quantised by MLX: the key `quantization`, and tensors in three parts.
 
-`config.json` gives `group_size`, `bits` and `mode` for all modules, and by a module's name those of that one,
-or false where it stays floating-point. A module is quantised exactly if it has `.scales`; config and shapes
-must then agree.
+`config.json` gives `group_size`, `bits` and `mode` for all modules, and at a module's name those of this
+module, or false if it stays floating-point. A module is quantised exactly if it has `.scales`; config and
+shapes must then agree.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class MlxQuantization:
 
 
 def read_quantization(values: Mapping[str, Any]) -> MlxQuantization | None:
-    """MLX's quantisation of the weights as `config.json` describes it, or None if it has none.
+    """How MLX quantised the weights, as `config.json` says; None if it didn't.
 
-    Raises UnsupportedModelError for quantisation by anything else, and for what MLX can do and this
-    converter can't. Raises CheckpointError for values that can't be meant.
+    Raises UnsupportedModelError for quantisation by anything else, and for formats of MLX that this converter
+    can't read. Raises CheckpointError for impossible values.
     """
     content, copy = values.get(KEY), values.get(COPY_KEY)
     if isinstance(copy, dict) and copy.get("quant_method"):
@@ -78,10 +78,10 @@ def read_quantization(values: Mapping[str, Any]) -> MlxQuantization | None:
 def quantized_tensors(
     tensors: Mapping[str, RawTensor], quantisation: MlxQuantization
 ) -> dict[str, SourceTensor]:
-    """The tensors of a folder by name, the parts of each quantised module joined.
+    """The tensors of a folder by name. The parts of each quantised module are joined.
 
-    Raises CheckpointError if a part is missing, or has another type or shape than config.json asks for, and
-    if nothing is quantised though no module is excepted.
+    Raises CheckpointError if a part is missing, or has another type or shape than config.json implies, and if
+    nothing is quantised although no module is an exception.
     """
     modules = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
     if not modules and not quantisation.modules:
@@ -155,7 +155,9 @@ def _check_shapes(
 def _check_exception(
     module: str, wanted: MlxFormat | None, quantised: bool, tensors: Mapping[str, RawTensor]
 ) -> None:
-    """Raises CheckpointError unless an exception names a module of the folder, quantised as it says."""
+    """Check an exception in the config. Raises CheckpointError unless it names a module of the folder that is
+    quantised as it says.
+    """
     if f"{module}.weight" not in tensors:
         raise CheckpointError(
             f"config.json: {KEY} names the module {_cut(module)}, which has no .weight here; "
@@ -225,7 +227,7 @@ def _choice(value: Any, allowed: tuple[int, ...], where: str, mode: str) -> int:
 
 
 def _shown(value: object) -> str:
-    """A value for a message; nested ones aren't written out."""
+    """A value as text for a message. Nested values aren't written out."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return _cut(ascii(value))

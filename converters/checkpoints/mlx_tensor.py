@@ -1,8 +1,8 @@
-"""A matrix quantised by MLX: its codes and the values that they stand for.
+"""Reads a matrix quantised by MLX: its codes, and the values that they stand for.
 
 Affine: w = scale * q + bias, with q of 2, 3, 4, 5, 6 or 8 bits, packed low bits first without gaps along a
-row. mxfp4: w = 2^(scale - 127) * e2m1(q), with q of 4 bits and scales of 8.
-Legend: R rows, C columns, G groups of columns.
+row. mxfp4: w = 2^(scale - 127) * e2m1(q), with q of 4 bits and scales of 8. Legend: R rows, C columns, G
+groups of columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MlxTensor:
     """A `SourceTensor` of R rows and C columns, quantised by MLX, whose parts are checked to agree.
 
     codes: uint32 (R, C * bits / 32). scales, biases: (R, C / group), floating-point; mxfp4 has uint8 scales
-    and no biases. Of experts' matrices in a stack, all are (E, R, ...); those are read by `piece`.
+    and no biases. In a stack of experts' matrices, all of these are (E, R, ...); `piece` reads one expert.
     """
 
     name: str
@@ -72,7 +72,7 @@ class MlxTensor:
         return tuple(files.values())
 
     def piece(self, name: str, number: int, count: int) -> MlxTensor:
-        """Matrix `number` of `count` equal ones, one below the other."""
+        """Matrix `number` of a stack of `count` matrices of equal size below each other, as a tensor."""
         codes, scales = _piece(self.codes, number, count), _piece(self.scales, number, count)
         biases = None if self.biases is None else _piece(self.biases, number, count)
         return replace(self, name=name, codes=codes, scales=scales, biases=biases)
@@ -96,10 +96,10 @@ class MlxTensor:
         return self.code_format
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes in groups of 32, 64 or 128, at `stored.bits` or, as the same numbers, fewer bits; None for
-        other formats.
+        """The codes of rows in groups of 32, 64 or 128, if they have `stored.bits` bits or, as the same
+        numbers, fewer. None for other formats.
 
-        Those of mxfp4 are kept in that format alone.
+        Codes of mxfp4 are kept only in that format.
         """
         bits, size = stored.bits, stored.group_size
         if self.biases is None:
@@ -130,7 +130,7 @@ class MlxTensor:
         )
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        """Some bytes of each part, because fine-tuning may change scales alone."""
+        """Some bytes of each part, because fine-tuning may change only the scales."""
         parts = self._parts
         sample = b""
         for part in parts:
@@ -143,7 +143,7 @@ class MlxTensor:
         return (self.codes, self.scales) if self.biases is None else (self.codes, self.scales, self.biases)
 
     def _values(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of groups [first, last), dequantised a few rows at a time."""
+        """The values of rows [start, stop) and groups [first, last), dequantised a few rows at a time."""
         out = np.empty((stop - start, (last - first) * self.group), dtype=np.float32)
         group_nbytes = self.group * self.bits // 8
         step = max(1, STEP_BYTES // (4 * out.shape[1]))
@@ -177,8 +177,9 @@ class MlxTensor:
         return values
 
     def _powers(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
-        """mxfp4's scales, powers of two, of rows [start, stop) and groups [first, last). Raises
-        CheckpointError for the code of NaN.
+        """The scales of mxfp4, powers of two, of rows [start, stop) and groups [first, last).
+
+        Raises CheckpointError for the code of NaN.
         """
         exponents = self.scales.row_bytes(start, stop, first, last)
         if (exponents == E8M0_NAN).any():
@@ -190,6 +191,6 @@ class MlxTensor:
 
 
 def _piece(part: RawTensor, number: int, count: int) -> RawTensor:
-    """The rows of matrix `number` of `count` equal ones in `part`."""
+    """The rows of matrix `number` in `part`, which holds `count` matrices of equal size below each other."""
     rows, offset = prod(part.shape[:-1]) // count, part.offset + number * (part.nbytes // count)
     return replace(part, shape=(rows, part.shape[-1]), offset=offset)

@@ -1,7 +1,7 @@
 """Experts of Hugging Face folders in MXFP4, as gpt-oss has them: `NAME_blocks` and `NAME_scales`.
 
-Blocks are bytes (experts, rows, groups, 16) and scales bytes (experts, rows, groups): groups of 32 columns,
-whose first value is in the low half of its first byte. A row has the bytes that MLX's own MXFP4 has.
+Blocks are bytes (experts, rows, groups, 16), and scales are bytes (experts, rows, groups). A group has 32
+columns, and its first value is in the low half of its first byte. A row has the same bytes as in MLX's MXFP4.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HARMLESS = ("quant_method", "modules_to_not_convert", "dequantize")
 def has_mxfp4(values: Mapping[str, Any]) -> bool:
     """Whether a `config.json` says that its experts are in MXFP4.
 
-    Raises UnsupportedModelError for a setting that isn't known.
+    Raises UnsupportedModelError for an unknown setting.
     """
     section = values.get(COPY_KEY)
     if not isinstance(section, dict) or section.get("quant_method") != METHOD:
@@ -44,7 +44,7 @@ def has_mxfp4(values: Mapping[str, Any]) -> bool:
 
 
 def experts_of(tensors: Mapping[str, RawTensor]) -> dict[str, SourceTensor]:
-    """The tensors of a folder by name; those of `NAME_blocks` become matrices `NAME.0`, `NAME.1` and so on.
+    """The tensors of a folder by name. Those in `NAME_blocks` become matrices `NAME.0`, `NAME.1` and so on.
 
     Raises CheckpointError for blocks and scales that don't belong together.
     """
@@ -68,7 +68,7 @@ def experts_of(tensors: Mapping[str, RawTensor]) -> dict[str, SourceTensor]:
 
 
 def _check(blocks: RawTensor, scales: RawTensor | None) -> None:
-    """Raises CheckpointError unless blocks and scales belong to one stack of matrices."""
+    """Check that blocks and scales belong to the same stack of matrices. Raises CheckpointError if not."""
     if scales is None:
         raise CheckpointError(f"{plain(blocks.name)} has no {SCALES} beside it; is the download complete?")
     shape = blocks.shape

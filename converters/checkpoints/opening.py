@@ -22,8 +22,8 @@ _PACKED = (b"\x1f\x8b", b"7z\xbc\xaf", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh",
 def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
     """Open a Hugging Face folder, a GGUF file, a llama2.c `.bin` file, or a folder with one such model.
 
-    A GGUF file in parts is opened by the name of any of them. needs_weights: whether a folder with a
-    config.json and no weights is refused; else it is a checkpoint without tensors.
+    A GGUF file in several parts is opened by the name of any part. needs_weights: whether a folder with a
+    config.json and no weights is refused; otherwise it gives a checkpoint without tensors.
 
     Raises ModelNotFoundError if nothing is there, UnsupportedModelError for another format (a pickle, which
     is never opened), CheckpointError for a damaged checkpoint.
@@ -62,15 +62,15 @@ def open_checkpoint(source: Path, needs_weights: bool = True) -> Checkpoint:
 
 
 def _gguf_files(folder: Path) -> dict[str, list[str]]:
-    """The GGUF models of a folder. Links may lead out of it; nothing is opened."""
+    """The GGUF models of a folder. Links may lead out of it, because nothing is opened."""
     return gguf_models(path.name for path in folder.glob("*.gguf") if path.is_file())
 
 
 def file_start(path: Path) -> bytes:
     """The first START_BYTES of a checkpoint's file.
 
-    Raises CheckpointError for what stands in for a file (`refuse_stand_in`), UnsupportedModelError for a
-    pickle and for an archive.
+    Raises CheckpointError for a placeholder in place of the file (`refuse_stand_in`), UnsupportedModelError
+    for a pickle and for an archive.
     """
     try:
         with path.open("rb") as stream:

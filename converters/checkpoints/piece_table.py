@@ -1,7 +1,8 @@
-"""`tokenizer.bin`, the table of byte pairs, of a `tokenizer.model` whose rules the native tokenizer has.
+"""Makes `tokenizer.bin`, the table of byte pairs, from a `tokenizer.model` whose rules the native tokenizer
+implements.
 
-sentencepiece merges those neighbours whose joined text is the piece of the highest score. So every way to
-join a piece of two others is a merge, and its rank is that of the piece's score.
+sentencepiece merges those neighbours whose joined text is the piece with the highest score. So every way to
+join a piece from two others is a merge, and its rank is that of the piece's score.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _FLAGS = {USER_DEFINED: 0, CONTROL: SPECIAL | UNMATCHED, UNKNOWN: UNMATCHED, UNU
 
 
 def piece_table(data: bytes) -> bytes | None:
-    """The bytes of the table; None where it can't do all that the file says.
+    """The bytes of the table; None if it can't express everything in the file.
 
-    data: a `tokenizer.model` that its library has loaded. Raises BundleError if it is damaged.
+    data: a `tokenizer.model` that the library has loaded. Raises BundleError if it is damaged.
     """
     file = read_sentencepiece_file(data)
     pieces = list(read_pieces(data)) if file.merges else []
@@ -62,7 +63,9 @@ def piece_table(data: bytes) -> bytes | None:
 
 
 def _is_odd(text: str, score: float, kind: int) -> bool:
-    """Whether the table has no room for a piece, or the library treats it in a way that the table doesn't."""
+    """Whether the table can't hold a piece, or the library treats the piece in a way that the table can't
+    express.
+    """
     return (
         kind not in (NORMAL, BYTE, *_FLAGS)
         or not math.isfinite(score)
@@ -72,7 +75,7 @@ def _is_odd(text: str, score: float, kind: int) -> bool:
 
 
 def _flags(text: str, score: float, kind: int) -> int | None:
-    """Flags of an added token; None for a piece that only merging makes."""
+    """The flags of a piece as an added token; None for a piece that is only made by merging."""
     # The library's tokenizer takes such a piece for user-defined, whatever its type is.
     if score == 0 and kind in (NORMAL, USER_DEFINED, UNUSED) and MARKUP_PIECE.fullmatch(text):
         return SPECIAL | (0 if kind == USER_DEFINED else UNMATCHED)
@@ -80,10 +83,10 @@ def _flags(text: str, score: float, kind: int) -> int | None:
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> NDArray[np.uint32] | None:
-    """Rows of two tokens and the one that they make.
+    """The merges as rows of two tokens and the token that they make.
 
-    None if a merge needs a character that is no piece, or makes a piece that the library takes apart again,
-    or if there are more merges than a table holds.
+    None if a merge needs a character that isn't a piece, or makes a piece that the library splits again, or
+    if there are more merges than a table can hold.
     """
     symbols = {character: -1 for character in set().union(*ids) - ids.keys()}
     symbols |= {text: token for token, (text, _, kind) in enumerate(pieces) if kind == NORMAL}

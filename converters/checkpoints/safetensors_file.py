@@ -1,7 +1,7 @@
-"""Tensors of one safetensors file: header and bytes are read by position, and checked.
+"""The tensors of one safetensors file. Header and bytes are read by position, and checked.
 
 The file is not mapped: a mapped file that shrinks kills the process, and a mapping counts against a memory
-cgroup. The safetensors library maps, so the header is checked here, by the same rules.
+cgroup. The safetensors library maps files, so the header is checked here, by the same rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor of any of the format's types: the bytes from byte `offset` of `file` on, row-major."""
+    """A tensor of any type of the format. Its bytes begin at byte `offset` of `file`, row-major."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ class RawTensor:
 def read_tensors(file: SourceFile) -> dict[str, RawTensor]:
     """Every tensor of `file`, by name.
 
-    Raises CheckpointError if the file is truncated or its header isn't sound.
+    Raises CheckpointError if the file is truncated or its header is invalid.
     """
     length = int.from_bytes(file.read(0, 8), "little")
     if length > MAX_HEADER_BYTES:
@@ -113,7 +113,9 @@ def _header(file: SourceFile, length: int) -> dict[str, dict[str, Any]]:
 
 
 def _span(name: str, entry: dict[str, Any], file: SourceFile) -> tuple[int, int]:
-    """(start, stop) of a tensor in the data. Raises CheckpointError if they don't fit its type and shape."""
+    """The start and the stop of a tensor in the data. Raises CheckpointError if they don't fit its type and
+    shape.
+    """
     bits: int | None = BITS.get(str(entry.get("dtype")))
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")

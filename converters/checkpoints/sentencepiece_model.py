@@ -28,7 +28,7 @@ def bpe_model(
         pieces: (text, score, type) by id; spaces in a text are written as U+2581.
         unk_id, bos_id, eos_id: ids of the unknown token and of those at the ends of a text; -1 for none.
         adds_space: whether a space is put before a text.
-        strips_spaces: whether spaces at its ends, and all but one between words, are left out.
+        strips_spaces: whether spaces at a text's ends are left out, and all but one between words.
 
     Text that no piece spells falls back to bytes if there are pieces for them.
     """

@@ -21,7 +21,7 @@ MAX_JSON_BYTES = 16 << 20
 
 
 class SourceFolder:
-    """A checkpoint folder. `path` is as the user gave it, made absolute."""
+    """A checkpoint folder. `path` is what the user gave, made absolute."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -38,7 +38,7 @@ class SourceFolder:
 
     @property
     def name(self) -> str:
-        """The folder's name; for a Hugging Face cache, the repository and the start of the revision."""
+        """The folder's name. In a Hugging Face cache, the repository and the beginning of the revision."""
         return self._revision() or self._real.name
 
     def repository_file(self, name: str) -> str:
@@ -49,8 +49,8 @@ class SourceFolder:
         return f"{revision}:{(self._real / name).relative_to(self._snapshot).as_posix()}"
 
     def _revision(self) -> str:
-        """The repository and the start of the revision under which a Hugging Face cache has the folder, or
-        ''.
+        """The repository and the beginning of the revision of a folder in a Hugging Face cache; empty for
+        other folders.
         """
         if self._snapshot is None or not self._snapshot.parent.parent.name.startswith("models--"):
             return ""
@@ -66,7 +66,7 @@ class SourceFolder:
         return (self.path / name).is_symlink() or (self.path / name).exists()
 
     def folder(self, name: str) -> SourceFolder | None:
-        """The folder of that name in this one; None if there is none. Links aren't followed."""
+        """The subfolder of this name; None if there is none. Links aren't followed."""
         path = self.path / name
         return SourceFolder(path) if path.is_dir() and not path.is_symlink() else None
 

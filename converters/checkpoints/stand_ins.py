@@ -18,9 +18,10 @@ _LARGEST_ANSWER_BYTES = 4096
 
 
 def refuse_stand_in(name: str, start: bytes, nbytes: int) -> None:
-    """Raises CheckpointError if a file is a git-LFS pointer, a web page, a server's answer, zeros or empty.
+    """Check a file. Raises CheckpointError if it is a git-LFS pointer, a web page, a server's answer, zeros
+    or empty.
 
-    name: the file's. start: its first START_BYTES. nbytes: its size.
+    name: the file's name. start: its first START_BYTES bytes. nbytes: its size.
     """
     why = _stand_in(name, start, nbytes)
     if why:

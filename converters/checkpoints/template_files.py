@@ -1,7 +1,8 @@
 """The chat template of a checkpoint, which may be in several places and under several names.
 
-A model may have a template for chats with tools, `tool_use`, beside its `default` one. A bundle has one,
-which chooses between them. One that can't be used is left out, and said: it never stops a conversion.
+A model may have a template `tool_use` for chats with tools, in addition to its `default` one. A bundle has a
+single template, which chooses between them. A template that can't be used is left out, with a warning; it
+never stops a conversion.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 def folder_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
     """The chat template of a Hugging Face folder; None if it has no usable one.
 
-    settings: the parsed tokenizer_config.json. Templates in files come before it, as in `transformers`.
+    settings: the parsed tokenizer_config.json. Templates in separate files take precedence over it, as in
+    `transformers`.
     """
     named = _named(settings.get(_KEY))
     if folder.has(OLD_TEMPLATE):
@@ -42,7 +44,7 @@ def folder_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | N
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Templates by name, of one template or of several in a list or an object."""
+    """The templates by name, from a single template, or from several in a list or an object."""
     if isinstance(value, str):
         return {DEFAULT: value}
     items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
@@ -52,12 +54,12 @@ def _named(value: Any) -> dict[str, str]:
 
 
 def decoded(data: bytes) -> str:
-    """A file's text; bytes that aren't UTF-8 become a character that no template can contain."""
+    """A file's text. Bytes that aren't UTF-8 become a character that no template can contain."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def usable_template(named: Mapping[str, str]) -> bytes | None:
-    """One template from templates by name; None, with a warning, if none is usable."""
+    """A single template made from templates by name; None, with a warning, if none is usable."""
     plain, with_tools = named.get(DEFAULT, ""), named.get(WITH_TOOLS, "")
     choices = [plain or with_tools]
     if plain.strip() and with_tools.strip() and plain != with_tools:
@@ -74,7 +76,9 @@ def usable_template(named: Mapping[str, str]) -> bytes | None:
 
 
 def checked_template(source: str) -> bytes:
-    """A chat template as a bundle stores it. Raises CheckpointError if it isn't UTF-8 or can't be used."""
+    """A chat template in the form that a bundle stores. Raises CheckpointError if it isn't UTF-8 or can't be
+    used.
+    """
     try:
         data = source.encode("utf-8")
         try_out(source)
@@ -86,7 +90,7 @@ def checked_template(source: str) -> bytes:
 
 
 def _choosing(plain: str, with_tools: str) -> str:
-    """A template that chooses between two. The last line feed of each is dropped, as at the end of any
+    """A template that chooses between two templates. The last line feed of each is dropped, as it is for any
     template.
     """
     first, second = (text.removesuffix("\n") for text in (with_tools, plain))

@@ -1,8 +1,8 @@
 """Tokenizer, special tokens and chat template of a Hugging Face folder.
 
-`tokenizer.json` is preferred, because it holds the added tokens. `tokenizer.model` lacks them and gets them
-here, and `vocab.json` and `merges.txt` become a `tokenizer.json`. Otherwise files are copied as they are, and
-opened only to check that they belong to the model.
+`tokenizer.json` is preferred, because it contains the added tokens. They are added here to a
+`tokenizer.model`, which lacks them. `vocab.json` and `merges.txt` become a `tokenizer.json`. Apart from this,
+files are copied as they are, and opened only to check that they belong to the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TokenLookup = Callable[[str], int | None]
 def read_tokenizer(
     folder: SourceFolder, config: dict[str, Any], generation: dict[str, Any], vocab_size: int
 ) -> TokenizerFiles:
-    """The tokenizer of a folder. Without tokenizer files, it warns, and the bundle takes token ids only.
+    """The tokenizer of a folder. Without tokenizer files, logs a warning, and the bundle takes token ids
+    only.
 
     config, generation: the parsed `config.json` and `generation_config.json`. Raises CheckpointError if a
     file is damaged, or has tokens that a model of `vocab_size` can't have, UnsupportedModelError if the
@@ -95,10 +96,10 @@ def read_tokenizer(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Vocabulary of a tokenizer file.
+    """The vocabulary of a tokenizer file.
 
-    size: all ids are below it. lookup: id of a text. adds_bos: true if a text gets a BOS token first. pieces:
-    texts by id, of a sentencepiece model only.
+    size: all ids are below it. lookup: returns the id of a token's text. adds_bos: whether a text gets a BOS
+    token first. pieces: texts by id, only for a sentencepiece model.
     """
 
     size: int = 0
@@ -122,7 +123,7 @@ def _refusals(file: str) -> Iterator[None]:
 
 
 def with_table(files: TokenizerFiles) -> TokenizerFiles:
-    """The tokenizer with a `tokenizer.bin` in the place of its file, where it can have one."""
+    """The tokenizer with a `tokenizer.bin` in place of its file, if the file's rules allow it."""
     info, blobs = files.info, dict(files.blobs)
     if info.kind is None or info.file is None:
         return files
@@ -135,7 +136,9 @@ def with_table(files: TokenizerFiles) -> TokenizerFiles:
 
 
 def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int, file: str) -> None:
-    """Raises what `read_tokenizer` raises if the runtime can't use `file`, or if it can't spell a text."""
+    """Check that the runtime can use a tokenizer's file and spell a text. Raises what `read_tokenizer`
+    raises.
+    """
     with _refusals(file):
         tokenizer = load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
         if not _spells(tokenizer):
@@ -147,7 +150,7 @@ def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_si
 
 
 def _spells(tokenizer: Tokenizer) -> bool:
-    """True if a letter of a plain text, or of the first tokens' texts, survives encoding and decoding."""
+    """Whether some letter of a plain text, or of the first tokens' texts, survives encoding and decoding."""
 
     def comes_back(text: str) -> bool:
         decoded = tokenizer.decode(tokenizer.encode(text, add_bos=False))
@@ -176,7 +179,8 @@ def _kind(folder: SourceFolder, settings: dict[str, Any], config: dict[str, Any]
 
 
 def _check_size(size: int, vocab_size: int, file: str) -> None:
-    """Raises CheckpointError if the tokenizer has more tokens than the model; warns if it has far fewer.
+    """Check the number of tokens. Raises CheckpointError if there are more than the model has; warns if there
+    are far fewer.
 
     Models pad their vocabulary, so it may be larger than the tokenizer's, but never smaller.
     """
@@ -196,7 +200,7 @@ def _inspect_tokenizers(data: bytes) -> _Vocabulary:
 
 
 def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
-    """The vocabulary of a sentencepiece model. It adds a BOS if it has one, as Llama's does."""
+    """The vocabulary of a sentencepiece model. Texts get a BOS token if it has one, as in Llama's."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -212,7 +216,7 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
 
 
 def with_template(files: TokenizerFiles, template: bytes) -> TokenizerFiles:
-    """The tokenizer with another chat template, and with the tokens by which that template ends a turn."""
+    """The tokenizer with another chat template. Tokens with which the template ends a turn end a text too."""
     info, lookup = files.info, _Vocabulary().lookup
     if info.kind is not None and info.file is not None:
         blob = files.blobs[info.file]
@@ -225,7 +229,7 @@ def with_template(files: TokenizerFiles, template: bytes) -> TokenizerFiles:
 def _bos_id(
     settings: dict[str, Any], config: dict[str, Any], lookup: TokenLookup, vocab_size: int
 ) -> int | None:
-    """Id of the token that starts a text. The tokenizer's settings take precedence over the config."""
+    """The id of the token that begins a text. The tokenizer's settings take precedence over the config."""
     if "bos_token" in settings:
         text = _token_text(settings["bos_token"])
         return None if text is None else lookup(text)
@@ -240,7 +244,10 @@ def _eos_ids(
     lookup: TokenLookup,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """Ids of the tokens that end a text: the generation config's, else the config's, then the tokenizer's."""
+    """The ids of the tokens that end a text.
+
+    They are named by the generation config, or else by the config, or else by the tokenizer's settings.
+    """
     if generation.get("eos_token_id") is not None:
         where, value = "generation_config.json: eos_token_id", generation["eos_token_id"]
     else:
@@ -252,7 +259,7 @@ def _eos_ids(
 
 
 def _token_text(value: object) -> str | None:
-    """Text of a special token, given as the text itself, or as an object with the text in `content`."""
+    """The text of a special token, which is given directly, or as `content` of an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return valid_unicode(value) if isinstance(value, str) else None
@@ -266,9 +273,10 @@ def _token_ids(value: object, where: str, vocab_size: int) -> list[int]:
 
 
 def has_bpe_files(folder: SourceFolder, settings: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether the folder has both files, and its tokenizer is known to split a text as GPT-2's.
+    """Whether the folder has `vocab.json` and `merges.txt`, and its tokenizer is known to split a text as
+    GPT-2's does.
 
-    settings, config: of `tokenizer_config.json` and `config.json`.
+    settings, config: the content of `tokenizer_config.json` and `config.json`.
     """
     tokenizer_class = settings.get("tokenizer_class") or (
         GPT2_CLASSES[0] if config.get("model_type") == "opt" else None
@@ -277,7 +285,7 @@ def has_bpe_files(folder: SourceFolder, settings: dict[str, Any], config: dict[s
 
 
 def bpe_files_json(folder: SourceFolder, settings: dict[str, Any]) -> bytes:
-    """A `tokenizer.json` of both files and the added tokens.
+    """The bytes of a `tokenizer.json`, made from `vocab.json`, `merges.txt` and the added tokens.
 
     Raises CheckpointError for files that are damaged.
     """

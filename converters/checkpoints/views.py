@@ -1,4 +1,6 @@
-"""Tensors made from other tensors: rows in another order, values scaled, shifted, transposed or joined."""
+"""Tensors computed from other tensors: rows in another order, values scaled, shifted, transposed
+or joined.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ GAP_BYTES = 4 << 20
 
 
 class View:
-    """A `SourceTensor` over the files of `source`, with its type unless a view says otherwise."""
+    """A `SourceTensor` that reads the files of `source`. It has the type of `source`, unless a subclass says
+    otherwise.
+    """
 
     source: SourceTensor
     name: str
@@ -69,7 +73,7 @@ class View:
 
 
 class ComputedView(View):
-    """A view of computed values, which has none of its source's codes."""
+    """A view with computed values, which doesn't have the codes of its source."""
 
     @property
     def code_format(self) -> RowFormat | None:
@@ -87,9 +91,9 @@ class ComputedView(View):
 class RowsOf(View):
     """The rows `picks` of a matrix, or the values `picks` of a vector.
 
-    A block of rows is read with all that lie between its first and its last in `source`, but for gaps of more
-    than GAP_BYTES, so neighbours should stay near each other. unit: rows that trade places only among
-    themselves.
+    A block of rows is read together with the rows that lie between its first and its last one in `source`,
+    except for gaps of more than GAP_BYTES. So neighbouring rows should lie near each other in `source`. unit:
+    number of rows that change places only among themselves.
     """
 
     name: str
@@ -135,9 +139,10 @@ class RowsOf(View):
 
 
 def passed_nbytes(tensor: SourceTensor) -> int:
-    """Bytes between a tensor's first and last row that reading it passes over.
+    """The number of bytes between a tensor's first and last row that reading the tensor skips.
 
-    They are those of its neighbours in a fused projection, which a network sends up to the projection's end.
+    They belong to its neighbours in a fused projection. Over a network they are sent nevertheless, up to the
+    projection's end.
     """
     if isinstance(tensor, Scaled):
         return passed_nbytes(tensor.source)
@@ -183,7 +188,7 @@ class Transposed(ComputedView):
 
 @dataclass(frozen=True)
 class ColumnsOf(View):
-    """All columns of a matrix in the order `picks`, in which runs of `unit` columns stay together."""
+    """All columns of a matrix in the order `picks`. Runs of `unit` columns stay together."""
 
     name: str
     source: SourceTensor
@@ -215,8 +220,8 @@ class ColumnsOf(View):
         return self.source.columns(first, int(picks.max()) + 1)[:, picks - first]
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        """Codes of rows [start, stop) with whole groups of columns, and their scales, reordered; None where
-        codes can't be kept.
+        """The codes and scales of rows [start, stop), with full groups of columns reordered; None if codes
+        can't be kept.
         """
         size = _columns_together(stored)
         rows = None if self.unit % size else self.source.quantized_rows(start, stop, stored)
@@ -238,10 +243,9 @@ class ColumnsOf(View):
 
 @dataclass(frozen=True)
 class HeadsTransposed(ComputedView):
-    """The first `count` rows of each of `heads` equal parts of a matrix (R, C), each transposed: (heads * C,
-    count).
+    """The first `count` rows of each of `heads` equal parts of a matrix (R, C), each part transposed.
 
-    That is (heads * C, count).
+    The shape is (heads * C, count).
     """
 
     name: str
@@ -276,7 +280,7 @@ class HeadsTransposed(ComputedView):
 
 @dataclass(frozen=True)
 class Scaled(ComputedView):
-    """The values of `source` times `factor` plus `shift`, in float32."""
+    """The values of `source`, multiplied by `factor` and then increased by `shift`, in float32."""
 
     name: str
     source: SourceTensor
@@ -338,9 +342,10 @@ class Joined(View):
 
 @dataclass(frozen=True)
 class Matrices(View):
-    """The matrices `parts`, of one type, stacked by rows (R of all, C), or by columns (R, C of all).
+    """The matrices `parts`, which have the same type, stacked by rows, (R of all, C), or by columns, (R, C of
+    all).
 
-    beside: true for side by side.
+    beside: whether they are stacked by columns, side by side.
     """
 
     name: str
@@ -353,7 +358,7 @@ class Matrices(View):
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Index of the first row, or column, of each part, and the end of the last."""
+        """The index of the first row, or column, of each part, and the end of the last part."""
         return np.cumsum([0, *(part.shape[self.by_columns] for part in self.parts)])
 
     @cached_property
@@ -380,7 +385,9 @@ class Matrices(View):
 
     @property
     def code_format(self) -> RowFormat | None:
-        """The last part's format. Stacked by columns, or of several types, no codes are kept."""
+        """The format of the last part. None if parts are stacked by columns or have several types, since no
+        codes are kept then.
+        """
         return None if self.by_columns or not self._alike else self.parts[-1].code_format
 
     @property
@@ -419,7 +426,9 @@ class Matrices(View):
         return _sample(self.parts, start, nbytes)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[SourceTensor, tuple[int, int]]]:
-        """The parts that hold [start, stop), and the range in each, counted from the part's start."""
+        """Yields the parts that contain [start, stop), with the range in each, counted from the
+        part's start.
+        """
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         for index in range(max(0, first), len(self.parts)):
             begin, end = int(self._starts[index]), int(self._starts[index + 1])
@@ -435,7 +444,7 @@ def _columns_together(stored: RowFormat) -> int:
 
 
 def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
-    """Bytes of consecutive parts, as in `SourceTensor.sample`."""
+    """Some bytes of consecutive parts, as in `SourceTensor.sample`."""
     data = b""
     for part in parts:
         if len(data) == nbytes:
@@ -447,6 +456,6 @@ def _sample(parts: Sequence[SourceTensor], start: int, nbytes: int) -> bytes:
 
 
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:
-    """Row indices of a projection of `heads` heads, with each head's rows in `order`."""
+    """The row indices of a projection with `heads` heads, in which each head's rows are in `order`."""
     rows: NDArray[np.int64] = np.arange(heads)[:, None] * len(order) + np.array(order)
     return rows.reshape(-1)

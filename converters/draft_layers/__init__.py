@@ -1,1 +1,1 @@
-"""Draft layers for finished bundles: EAGLE-3 heads as others publish them, and how a layer is written."""
+"""Draft layers for finished bundles: readers of published heads, and how a layer is written."""

@@ -1,12 +1,13 @@
-"""Layers that draft a block of tokens at once, as published, added to a bundle of their model.
+"""Adds published layers that draft a block of tokens at once to a bundle of their model.
 
 DFlash (arXiv 2602.06036) has the names and arithmetic of z-lab/dflash, DSpark (arXiv 2607.05147) those of
-deepseek-ai/DeepSpec, or of SGLang, whose configs nest its keys as DFlash's do. A folder has `config.json` and
-safetensors files. `target_layer_ids` names hidden states by the layers that they leave; -1 is the embedding.
+deepseek-ai/DeepSpec, or of SGLang, whose configs nest DSpark's keys as DFlash's are nested. A folder has
+`config.json` and safetensors files. `target_layer_ids` names hidden states by the layers whose outputs they
+are; -1 is the embedding.
 
-In DFlash a block's first row, of the text's last token, drafts nothing; in DSpark it does. Embeddings and
-head are the model's, of which DSpark has copies. Its confidence head isn't read: how many draft tokens are
-worth a pass's time is measured.
+The first row of a block belongs to the text's last token. In DFlash it drafts nothing, in DSpark it does.
+Embeddings and head are the model's; DSpark contains copies. DSpark's confidence head isn't read, because the
+runtime measures how many draft tokens are worth a pass's time.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ HARMLESS = frozenset({
 
 
 def is_block_head(source: str | Path) -> bool:
-    """Whether a folder holds layers that draft blocks, of a known form or not.
+    """Whether a folder contains layers that draft blocks, of a known form or not.
 
-    Raises ModelNotFoundError for no folder, CheckpointError for one whose config can't be read.
+    Raises ModelNotFoundError if it isn't a folder, CheckpointError if its config can't be read.
     """
     config = SourceFolder(Path(source)).json("config.json", MAX_CONFIG_BYTES)
     names = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
@@ -57,10 +58,10 @@ def is_block_head(source: str | Path) -> bool:
 def convert_dflash(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> DraftLayer:
     """Add the layers in the folder `source` to a bundle of the model that they were trained for.
 
-    bits: of their matrices' codes, 4, 8 or 16.
+    bits: bits of their matrices' codes, 4, 8 or 16.
 
-    Raises ModelNotFoundError for no folder, CheckpointError for a damaged one or one of another model's,
-    UnsupportedModelError for weights in a pickle and for arithmetic that isn't known here, and what
+    Raises ModelNotFoundError if `source` isn't a folder, CheckpointError if it is damaged or belongs to
+    another model, UnsupportedModelError for weights in a pickle and for unknown arithmetic, and what
     `write_draft_layer` raises.
     """
     bundle = Bundle.open(bundle_path)
@@ -83,7 +84,7 @@ def convert_dflash(source: str | Path, bundle_path: str | Path, bits: Any = 8) -
 
 
 def _described(reader: ConfigReader, bits: Any, target: ModelConfig) -> DraftLayer:
-    """The layers' description, from their config."""
+    """The description of the layers, read from their config."""
     named = reader.texts("architectures") or ["no architecture"]
     if named[0] not in ANCHORED or reader.text("speculators_model_type", ""):
         raise UnsupportedModelError(
@@ -124,7 +125,7 @@ def _described(reader: ConfigReader, bits: Any, target: ModelConfig) -> DraftLay
 
 
 def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """The target's layers that hidden states enter. No published head reads what leaves the last layer."""
+    """The layers whose inputs are the hidden states. No published head reads the output of the last layer."""
     listed = reader.numbers("target_layer_ids") or []
     known = all(it == int(it) and -1 <= it < layers - 1 for it in listed)
     if not 1 <= len(listed) <= MAX_BLOCK_TAPS or not known:
@@ -157,7 +158,7 @@ def _windows(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> dict[str, Weights]:
-    """The arrays that `write_draft_layer` takes, from the head's tensors. Raises CheckpointError."""
+    """The arrays that `write_draft_layer` takes, made from the head's tensors. Raises CheckpointError."""
     short = {name.removeprefix("model.").removeprefix("markov_head."): it for name, it in raw.items()}
     if len(short) < len(raw):
         raise CheckpointError("a tensor of the head is there twice under two names; download it again")

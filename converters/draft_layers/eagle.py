@@ -1,15 +1,15 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as published by their authors and others, added to a bundle of their
+"""Adds EAGLE-3 heads (arXiv 2503.01840), as published by their authors and others, to a bundle of their
 model.
 
 Names and arithmetic are those of SafeAILab/EAGLE (`eagle/model/cnets.py`), of vLLM (`llama_eagle3.py`), of
 deepseek-ai/DeepSpec, whose heads' queries and keys are normed, and of the `speculators` format, which nests a
-Llama's keys. EAGLE-3.1 (arXiv 2605.09992) has two options more: `fc_norm`, a norm of each hidden state before
-they are mixed, and `norm_output`, with which a draft goes on from behind the head's last norm. A folder has
-`config.json` and safetensors files.
+Llama's keys. EAGLE-3.1 (arXiv 2605.09992) adds two options: `fc_norm`, a norm of each hidden state before
+they are mixed, and `norm_output`, with which a draft continues from the output of the head's last norm. A
+folder has `config.json` and safetensors files.
 
-The hidden states are those that enter layers 2, L / 2 and L - 3 of L, unless the config names others. At its
-top level it names them so; in `eagle_config`, as SGLang reads it, and in DeepSpec's `target_layer_ids` by the
-layers that they leave.
+The hidden states are the inputs of layers 2, L / 2 and L - 3 of L, unless the config names others. At the
+config's top level, layers are named by these inputs; in `eagle_config`, which SGLang reads, and in DeepSpec's
+`target_layer_ids`, they are named by their outputs.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ MAX_HEAD_TENSORS = 64
 def convert_eagle(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> DraftLayer:
     """Add the EAGLE-3 head in the folder `source` to a bundle of the model that it was trained for.
 
-    bits: of its matrices' codes, 4, 8 or 16.
+    bits: bits of its matrices' codes, 4, 8 or 16.
 
-    Raises ModelNotFoundError for no folder, CheckpointError for a damaged one or one of another model's,
-    UnsupportedModelError for weights in a pickle and for arithmetic that isn't known here, and what
+    Raises ModelNotFoundError if `source` isn't a folder, CheckpointError if it is damaged or belongs to
+    another model, UnsupportedModelError for weights in a pickle and for unknown arithmetic, and what
     `write_draft_layer` raises.
     """
     bundle = Bundle.open(bundle_path)
@@ -81,7 +81,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
-    """All tensors of the folder. A single file may have any name."""
+    """All tensors of the folder by name. If it has a single file, that may have any name."""
     names = [name for name in folder.names() if name.endswith(".safetensors")]
     if len(names) == 1:
         return read_tensors(opened.enter_context(closing(folder.open(names[0]))))
@@ -89,7 +89,9 @@ def head_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor
 
 
 def _named(raw: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
-    """Tensors by name, without the prefix of the layer. Raises CheckpointError for two of one name."""
+    """The tensors by name, without the prefix of the layer. Raises CheckpointError if two then have the same
+    name.
+    """
     if len(raw) > MAX_HEAD_TENSORS:
         raise UnsupportedModelError(
             f"{len(raw)} tensors are more than an EAGLE-3 head has, which is one layer; give the head's own "
@@ -109,7 +111,7 @@ def _named(raw: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
 def _described(
     reader: ConfigReader, raw: Mapping[str, RawTensor], bits: Any, target: ModelConfig
 ) -> DraftLayer:
-    """The head's description, from its config and its tensors."""
+    """The description of the head, read from its config and its tensors."""
     reader.only("num_hidden_layers", 1)
     for key in ("pretraining_tp", "logit_scale"):
         reader.only(key, 1)
@@ -136,9 +138,9 @@ def _described(
 
 
 def layer_facts(reader: ConfigReader, target: ModelConfig) -> dict[str, Any]:
-    """The facts of a head's layers that most decoder layers have, and an empty `model`.
+    """The fields of DraftLayer that most decoder layers have, and an empty `model`.
 
-    Raises CheckpointError for a head of another model's, UnsupportedModelError for unknown arithmetic.
+    Raises CheckpointError for a head of another model, UnsupportedModelError for unknown arithmetic.
     """
     hidden, heads = _size(reader, "hidden_size"), _size(reader, "num_attention_heads", "num_heads")
     vocabulary = reader.integer("vocab_size", target.vocab_size)
@@ -175,7 +177,7 @@ def layer_facts(reader: ConfigReader, target: ModelConfig) -> dict[str, Any]:
 
 
 def _size(reader: ConfigReader, key: str, limit: str = "", default: int | None = None) -> int:
-    """A size from 1 to the limit of a model's size. Raises CheckpointError."""
+    """A size from 1 to the limit for sizes of a model. Raises CheckpointError."""
     value, most = reader.integer(key, default), SIZE_LIMITS[limit or key]
     if not 1 <= value <= most:
         raise CheckpointError(f"config.json: {key} is {value}; it must be from 1 to {most}")
@@ -183,7 +185,7 @@ def _size(reader: ConfigReader, key: str, limit: str = "", default: int | None =
 
 
 def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are the three hidden states."""
+    """The layers whose inputs are the three hidden states that the head reads."""
     key = "eagle_aux_hidden_state_layer_ids"
     nested = ConfigReader(reader.section("eagle_config") or {}, "config.json: eagle_config")
     nested.only("use_aux_hidden_state", True)
@@ -200,7 +202,7 @@ def _taps(reader: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _arrays(layer: DraftLayer, raw: Mapping[str, RawTensor], target: ModelConfig) -> dict[str, Weights]:
-    """The arrays that `write_draft_layer` takes, from the head's tensors. Raises CheckpointError."""
+    """The arrays that `write_draft_layer` takes, made from the head's tensors. Raises CheckpointError."""
     width, projections = layer.hidden_size, "layer.self_attn."
     sizes = {"q": layer.query_size, "k": layer.num_kv_heads * layer.head_dim}
     sizes["v"] = sizes["k"]
@@ -265,7 +267,7 @@ def checked_tensors(
 ) -> dict[str, Weights]:
     """The values of the expected tensors. owner: what they are part of, for messages.
 
-    Raises CheckpointError for missing and wrongly shaped ones, UnsupportedModelError for surplus ones.
+    Raises CheckpointError for missing tensors and wrong shapes, UnsupportedModelError for further tensors.
     """
     missing = sorted(set(expected) - set(raw))
     if missing:

@@ -1,17 +1,18 @@
-"""The layer of a checkpoint that predicts one more token than the model, added to a bundle of that model.
+"""Adds the layer of a checkpoint that predicts one more token than the model to a bundle of that model.
 
-Qwen3-Next's, Qwen3.5's and 3.6's is `mtp.*`, that of GLM-4.5, GLM-4.7-Flash and DeepSeek V3 a layer behind
-the last one; families say so (`Description.ahead`). `transformers` leaves the layer out: names are those that
-vLLM reads (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`, `glm4_moe_mtp.py`), arithmetic is as in
-SGLang. The embedding and the hidden state, both normed, stand side by side in this order before a matrix
-that joins them; a layer with the model's own attention and feed-forward follows, and a norm. Hidden states
-come from behind the model's last norm; where a draft goes on, from behind the layer's own. Embeddings and
-head are the model's. In DeepSeek V3 and GLM-4.5 vLLM differs: a draft goes on from before that norm, the
-embedding of a text's first row is zero, and the layer's own copies of embeddings and head are read.
+In Qwen3-Next, Qwen3.5 and 3.6 its names begin with `mtp.`. In GLM-4.5, GLM-4.7-Flash and DeepSeek V3 it is
+one more layer after the last one. Families describe it (`Description.ahead`). `transformers` ignores the
+layer: names are those that vLLM reads (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`,
+`glm4_moe_mtp.py`), and arithmetic is that of SGLang. A matrix joins the embedding and the hidden state, both
+normed and side by side in this order. A layer with the model's kind of attention and feed-forward follows,
+and a norm. Hidden states come from the output of the model's last norm; when a draft continues, from the
+output of the layer's norm. Embeddings and head are the model's. In DeepSeek V3 and GLM-4.5 vLLM differs: a
+draft continues from before that norm, the embedding of a text's first row is zero, and the layer's copies of
+embeddings and head are read.
 
-MiMo V2 Flash has up to three layers, `model.mtp.layers.N`, of which the first is read. Hidden states come
-from before the model's last norm and before the layer's, as SGLang's drafting with several layers and
-llama.cpp have it; vLLM (`mimo_v2_mtp.py`) takes them from behind either.
+MiMo V2 Flash has up to three such layers, `model.mtp.layers.N`, the first of which is read. Hidden states
+come from before the model's last norm and before the layer's norm, as in llama.cpp and in SGLang's drafting
+with several layers; vLLM (`mimo_v2_mtp.py`) takes them from after these norms.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ SAME_SIZES = (
 
 
 def has_layers_ahead(source: str | Path) -> bool:
-    """Whether a folder holds a model with layers that predict tokens ahead, rather than a draft head.
+    """Whether a folder contains a model with layers that predict further tokens; otherwise it is a draft
+    head.
 
-    Raises ModelNotFoundError for no folder, CheckpointError for one whose config can't be read.
+    Raises ModelNotFoundError if it isn't a folder, CheckpointError if its config can't be read.
     """
     config = _text_config(SourceFolder(Path(source)).json("config.json", MAX_CONFIG_BYTES))
     return config.get("model_type") in TYPES_AHEAD or any(config.get(key) for key in LAYER_COUNTS)
@@ -77,10 +79,10 @@ def has_layers_ahead(source: str | Path) -> bool:
 def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> DraftLayer:
     """Add a checkpoint's layer that predicts one more token to a bundle of the same model.
 
-    bits: of its matrices' codes, 4, 8 or 16.
+    bits: bits of its matrices' codes, 4, 8 or 16.
 
-    Raises ModelNotFoundError for no folder, CheckpointError for a damaged one or one of another model's,
-    UnsupportedModelError for layers of other families and for weights in a pickle, and what
+    Raises ModelNotFoundError if `source` isn't a folder, CheckpointError if it is damaged or belongs to
+    another model, UnsupportedModelError for layers of other families and for weights in a pickle, and what
     `write_draft_layer` raises.
     """
     bundle = Bundle.open(bundle_path)
@@ -104,7 +106,7 @@ def convert_mtp(source: str | Path, bundle_path: str | Path, bits: Any = 8) -> D
 
 
 def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the text model, where a config describes several models."""
+    """The keys of the text model, if a config describes several models; otherwise all keys."""
     kind, inner = values.get("model_type"), values.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(inner, dict):
         return values
@@ -112,7 +114,9 @@ def _text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_one_layer(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for several layers, and for a layer with its own embeddings."""
+    """Check the layers that predict further tokens. Raises UnsupportedModelError for several, and for one
+    with separate embeddings.
+    """
     for key in LAYER_COUNTS:
         if (count := config.get(key, 1)) != 1 and config.get("model_type") not in SEVERAL_LAYERS:
             raise UnsupportedModelError(
@@ -125,7 +129,7 @@ def _check_one_layer(config: Mapping[str, Any]) -> None:
 
 
 def _check_same_model(config: ModelConfig, target: ModelConfig) -> None:
-    """Raises CheckpointError for a checkpoint whose shape isn't the bundle's."""
+    """Check a checkpoint's shape. Raises CheckpointError unless it is that of the bundle."""
     for name in SAME_SIZES:
         value, wanted = getattr(config, name), getattr(target, name)
         if value != wanted:
@@ -136,7 +140,7 @@ def _check_same_model(config: ModelConfig, target: ModelConfig) -> None:
 
 
 def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLayer:
-    """The layer's description. config: of the layer as a one-layer model."""
+    """The description of the layer. config: that of the layer as a one-layer model."""
     spec = config.layers[0]
     attention, rope = spec.attention, config.ropes[spec.attention.rope]
     if rope.long_frequencies:
@@ -175,10 +179,11 @@ def _described(config: ModelConfig, bits: Any, target: ModelConfig) -> DraftLaye
 def _arrays(
     layer: DraftLayer, config: ModelConfig, tensors: Tensors, target: ModelConfig
 ) -> dict[str, Weights | Pieces]:
-    """The arrays that `write_draft_layer` takes, by the specification's names.
+    """The arrays that `write_draft_layer` takes, under the names of the specification.
 
-    layer: what the bundle is to have. config: of the layer as a model of its own. tensors: the layer's, by
-    the names of `tensors.py` and `layers_ahead.py`. target: of the model that it drafts for.
+    layer: the description of the layer. config: that of the layer as a one-layer model. tensors: the layer's
+    tensors, under the names of `tensors.py` and `layers_ahead.py`. target: the config of the model that it
+    drafts for.
 
     Raises CheckpointError for missing tensors and other shapes, UnsupportedModelError for further ones.
     """
@@ -218,7 +223,9 @@ def _arrays(
 
 
 def _matrix_names(names: LayerNames) -> dict[str, str]:
-    """Checkpoint names of matrices by the layer's names, except joined ones and experts'."""
+    """The names in a checkpoint of matrices, by their names in the draft layer. Joined matrices and experts'
+    are left out.
+    """
     return {
         "output_gates": names.weight("attention.gate"),
         "queries": names.weight("attention.queries"),
@@ -234,7 +241,7 @@ def _matrix_names(names: LayerNames) -> dict[str, str]:
 
 
 def _vector_names(names: LayerNames) -> dict[str, str]:
-    """Checkpoint names of vectors by the layer's names, except biases."""
+    """The names in a checkpoint of vectors, by their names in the draft layer. Biases are left out."""
     return {
         "embedding_norm": EMBEDDING_NORM,
         "hidden_norm": HIDDEN_NORM,
@@ -255,10 +262,11 @@ def _rows(tensor: SourceTensor) -> Weights:
 
 
 def _check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError for missing tensors and wrong shapes, UnsupportedModelError for surplus ones.
+    """Check tensors. Raises CheckpointError for missing ones and wrong shapes, UnsupportedModelError for
+    further ones.
 
-    Those that are there are named as in the folder, unless a family computes them, and those that are missing
-    as in `tensors.py`.
+    Errors name existing tensors as the folder does, unless a family computes them, and missing ones as
+    `tensors.py` does.
     """
     # Without the number that the layer has as a model of its own: the folder's layer 0 is another one.
     missing = sorted(it.removeprefix(LayerNames(0).weight("")) for it in set(shapes) - set(tensors))

@@ -1,7 +1,7 @@
 """Adds a draft layer to a finished bundle: checks, quantises and writes it, whatever its source.
 
-The format is in `ondevice/bundle/draft_layers.py`. All quantised matrices are in memory at once; experts are
-read one by one as they are quantised.
+The format is in `ondevice/bundle/draft_layers.py`. All quantised matrices are in memory at once. Experts are
+read one by one when they are quantised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pieces:
 
 
 def check_draft_layers_possible(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a model whose hidden states no draft layer can read."""
+    """Check that draft layers can read the model's hidden states. Raises UnsupportedModelError if not."""
     if bundle.config.residual_copies > 1:
         raise UnsupportedModelError(
             f"{bundle.name} can't have a draft layer: it has {bundle.config.residual_copies} copies of the "
@@ -56,13 +56,13 @@ def write_draft_layer(
 ) -> DraftLayer:
     """Add a draft layer to the bundle in `folder`; an older one of its kind is replaced.
 
-    layer: its `model`, `sha256` and `crcs` are filled in here. arrays: by the specification's names.
-    Matrices have their logical shapes, in a checkpoint's types, and aren't quantised; vectors are float32;
-    `tokens` are int64, ascending.
+    layer: its description; `model`, `sha256` and `crcs` are filled in here. arrays: by the names of the
+    specification. Matrices have their logical shapes, in a checkpoint's types, and aren't quantised; vectors
+    are float32; `tokens` are int64, ascending.
 
     Raises, before anything is changed, what `Bundle.open` raises, BundleError for a fact out of range,
     UnsupportedModelError for a model that can't have one, and CheckpointError for an array that is missing,
-    unknown, of another shape, or not finite. Raises OndeviceError where the disk has no room.
+    unknown, of another shape, or not finite. Raises OndeviceError if the disk has no room.
     """
     bundle = Bundle.open(folder)
     check_draft_layers_possible(bundle)
@@ -79,7 +79,7 @@ def write_draft_layer(
 
 
 def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, Weights | Pieces]) -> None:
-    """Raises CheckpointError for the first array that doesn't match the specification."""
+    """Check the arrays. Raises CheckpointError for the first one that doesn't match the specification."""
     vectors = layer.vectors(target)
     shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items()}
     shapes |= {name: matrix.shape for name, matrix in layer.matrices(target).items()}
@@ -104,7 +104,7 @@ def _check_arrays(layer: DraftLayer, target: ModelConfig, arrays: Mapping[str, W
 
 
 def _array(arrays: Mapping[str, Weights | Pieces], name: str) -> Weights:
-    """An array that isn't given in pieces."""
+    """The array `name`, which must not be given in pieces."""
     array = arrays[name]
     assert not isinstance(array, Pieces)
     return array
@@ -145,7 +145,7 @@ def _stored(
 
 
 def checked(layer: DraftLayer, target: ModelConfig) -> DraftLayer:
-    """`layer` itself. Raises CheckpointError for values from its source that no bundle may have."""
+    """`layer` itself, checked. Raises CheckpointError for values from its source that no bundle may have."""
     try:
         check_draft_layer(layer, target)
     except BundleError as error:

@@ -1,7 +1,7 @@
 """Bounded reads from the hub, in huggingface_hub's session: its endpoint, token, proxies, offline switch.
 
-The hub isn't trusted. Answers are limited in bytes and time, and a part of a file is taken only if it is the
-part that was asked for, of a file of the size that was listed.
+The hub isn't trusted. Answers are limited in bytes and time, and a part of a file is accepted only if it is
+the requested part, of a file of the listed size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 class BrokenConnectionError(Exception):
-    """A request failed in a way that may pass. seconds: wait that the server asks for, or 0."""
+    """Raised when a request fails in a way that may pass. seconds: the wait that the server asks
+    for, or 0.
+    """
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -59,7 +61,7 @@ class BrokenConnectionError(Exception):
 
 @dataclass(frozen=True)
 class RemoteUrl:
-    """A URL of a repository's file or description, with what messages need to name it."""
+    """A URL of a repository's file or description, and the names that messages need."""
 
     url: str
     repository: str
@@ -72,10 +74,10 @@ class RemoteUrl:
 
 
 class Attempts:
-    """Counts the failures of one read in a row, and waits after each."""
+    """Counts consecutive failures of one read, and waits after each."""
 
     def __init__(self, source: RemoteUrl, waits: Sequence[float], stopped: Event) -> None:
-        """waits: in seconds. stopped: ends a wait, and the attempts with it."""
+        """waits: seconds to wait after each failure. stopped: ends a wait, and with it the attempts."""
         self._source = source
         self._waits = waits
         self._stopped = stopped
@@ -101,9 +103,9 @@ class Attempts:
 class HubClient:
     """Requests to one hub. Raises UsageError for an HF_ENDPOINT that is no address.
 
-    Methods raise ModelNotFoundError for what may not be had, DownloadError for a connection that keeps
-    breaking, CheckpointError for answers that aren't what was listed, and UsageError for a token that can't
-    be sent.
+    Methods raise ModelNotFoundError for repositories and files that don't exist or aren't accessible,
+    DownloadError for a connection that keeps breaking, CheckpointError for answers that differ from what was
+    listed, and UsageError for a token that can't be sent.
     """
 
     def __init__(self) -> None:
@@ -114,11 +116,13 @@ class HubClient:
         self._http = _http_library(self._session)
 
     def attempts(self, source: RemoteUrl, waits: Sequence[float] = ()) -> Attempts:
-        """A counter of failed reads of `source`. waits: seconds between attempts, if not RETRY_SECONDS."""
+        """A counter of failed reads of `source`. waits: seconds between attempts; RETRY_SECONDS
+        by default.
+        """
         return Attempts(source, waits or RETRY_SECONDS, self.stopped)
 
     def file(self, repository: str, name: str, commit: str, identity: str = "") -> RemoteUrl:
-        """The URL of a file. identity: as in RemoteUrl; an answer about another content is refused."""
+        """The URL of a file. identity: as in RemoteUrl; answers with other content are refused."""
         url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
         return RemoteUrl(url, repository, name, commit, identity)
 
@@ -161,7 +165,7 @@ class HubClient:
         return bytes(data)
 
     def part(self, source: RemoteUrl, start: int, stop: int, total: int) -> PartStream:
-        """Bytes [start, stop) of a file of `total` bytes, as a stream. Raises BrokenConnectionError too."""
+        """Bytes [start, stop) of a file of `total` bytes, as a stream. Also raises BrokenConnectionError."""
         response = self._answer(source, {"Range": f"bytes={start}-{stop - 1}"})
         try:
             self._check_part(source, response, start, stop, total)
@@ -193,7 +197,7 @@ class HubClient:
             raise CheckpointError(f"{where}: bytes {first} to {last} came for {start} to {stop - 1}")
 
     def _answer(self, source: RemoteUrl, headers: dict[str, str]) -> Any:
-        """The response to a GET request, its body not yet read; the caller closes it."""
+        """The response to a GET request, whose body hasn't been read yet. The caller must close it."""
         headers = build_hf_headers(library_name="ondevice") | {"Accept-Encoding": "identity"} | headers
         try:
             request = self._session.build_request("GET", source.url, headers=headers, timeout=ANSWER_SECONDS)
@@ -256,7 +260,7 @@ class HubClient:
 
 
 class PartStream:
-    """The bytes of a part, in order, as they arrive."""
+    """The bytes of a part of a file, in order, as they arrive."""
 
     def __init__(self, response: Any, chunks: Iterator[bytes], nbytes: int) -> None:
         self._response = response
@@ -274,7 +278,7 @@ class PartStream:
     def read_some(self, view: memoryview) -> int:
         """Fill the beginning of `view` with the next bytes and return their number, 1 or more.
 
-        Raises BrokenConnectionError if there are none.
+        Raises BrokenConnectionError if no bytes come.
         """
         while not self._rest:
             begun = time.monotonic()
@@ -290,8 +294,8 @@ class PartStream:
         return count
 
     def _require_pace(self, waited: float, nbytes: int) -> None:
-        """Add a wait in seconds that brought bytes, and give up a slow connection. Time between reads doesn't
-        count.
+        """Add up the seconds of waiting for bytes, and give up a connection that is too slow. Time between
+        reads doesn't count.
         """
         self._waited += waited
         self._arrived += nbytes
@@ -309,10 +313,10 @@ class PartStream:
 
 
 def _check_version(source: RemoteUrl, headers: Any) -> None:
-    """Raises CheckpointError if an answer of the hub is of another commit, or another file, than the listed
-    one.
+    """Check an answer of the hub. Raises CheckpointError if it belongs to another commit, or to another file,
+    than listed.
 
-    Answers of the hosts that files lie on say neither.
+    Answers of the hosts that store the files contain neither, and pass.
     """
     commit = headers.get("x-repo-commit", "")
     tag = headers.get("x-linked-etag") or (headers.get("etag", "") if commit else "")
@@ -326,13 +330,13 @@ def _check_version(source: RemoteUrl, headers: Any) -> None:
 
 
 def _requested_wait(headers: Any) -> float:
-    """Seconds that an answer asks to wait: by Retry-After, or until the hub's limits are reset."""
+    """The seconds that an answer asks to wait: by Retry-After, or until the hub's limits are reset."""
     match = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(match[1]) if match else 0.0
 
 
 def _checked_endpoint(endpoint: str) -> str:
-    """The hub's address. Raises UsageError for one that no request can be sent to."""
+    """The hub's address, checked. Raises UsageError if no request can be sent to it."""
     try:
         parts = urlsplit(endpoint)
         is_sound = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -346,7 +350,7 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library that huggingface_hub lets through."""
+    """The error types of the HTTP library that huggingface_hub doesn't catch."""
     library = _http_library(get_session())
     return library.HTTPError, library.StreamError, library.InvalidURL
 
@@ -354,7 +358,7 @@ def http_errors() -> tuple[type[Exception], ...]:
 def _http_library(session: object) -> Any:
     """The HTTP library of a session of huggingface_hub, which differs between releases.
 
-    Raises DownloadError for one that isn't known.
+    Raises DownloadError for an unknown one.
     """
     for kind in type(session).__mro__:
         name = kind.__module__.partition(".")[0]
@@ -364,7 +368,7 @@ def _http_library(session: object) -> Any:
 
 
 def _refusal(source: RemoteUrl, status: int, code: str, endpoint: str) -> OndeviceError:
-    """The error for an answer that repeating the request won't change."""
+    """The error for an answer that will be the same if the request is repeated."""
     repository, page = source.repository, f"{endpoint}/{source.repository}"
     login = "`hf auth login`, or a token in HF_TOKEN"
     if code == "GatedRepo" or status == 403:

@@ -31,7 +31,7 @@ OnFile = Callable[[str, int, int], None]
 class OpenedRepository:
     """A repository whose headers have been read.
 
-    listing: the files that a conversion needs. is_kept: they are all in the hub's cache.
+    listing: the files that a conversion needs. is_kept: whether all of them are in the hub's cache.
     """
 
     listing: Listing
@@ -40,12 +40,13 @@ class OpenedRepository:
 
 
 def open_repository(repository: str, file: str, spool_folder: Path) -> OpenedRepository:
-    """Open a repository at its newest commit: from the hub's cache if that has it all, else over the network.
+    """Open a repository at its newest commit: from the hub's cache if all files are there, otherwise over the
+    network.
 
-    file: a GGUF file of it; empty for the repository's own safetensors.
+    file: a GGUF file in the repository; empty for the repository's safetensors.
 
-    Raises ModelNotFoundError if it doesn't exist or may not be had, DownloadError if the hub isn't reached,
-    UnsupportedModelError and CheckpointError for what can't be converted.
+    Raises ModelNotFoundError if it doesn't exist or isn't accessible, DownloadError if the hub can't be
+    reached, UnsupportedModelError and CheckpointError for what can't be converted.
     """
     client = HubClient()
     listing = replace(parse_listing(repository, client.description(repository)), file=file)
@@ -58,7 +59,7 @@ def open_repository(repository: str, file: str, spool_folder: Path) -> OpenedRep
 
 
 def cached(listing: Listing) -> Path | None:
-    """The checkpoint of a repository in the hub's cache, if all of its files are there."""
+    """The checkpoint of a repository in the hub's cache, if all of its files are there; otherwise None."""
     paths = {
         name: try_to_load_from_cache(listing.repository, name, revision=listing.commit)
         for name in listing.files
@@ -69,12 +70,12 @@ def cached(listing: Listing) -> Path | None:
 
 
 def _checkpoint(file: str, cached_file: str) -> Path:
-    """What to open: the GGUF file `file`, or the folder of `config.json`."""
+    """The path to open: the GGUF file `file`, or the folder that contains `config.json`."""
     return Path(cached_file) if file else Path(cached_file).parent
 
 
 def cache_folder() -> Path:
-    """The hub's cache, which `download` fills."""
+    """The folder of the hub's cache, which `download` fills."""
     return Path(constants.HF_HUB_CACHE)
 
 
@@ -84,9 +85,9 @@ def hub_is_offline() -> bool:
 
 
 def cached_offline(repository: str, file: str) -> Path | None:
-    """What the hub's cache holds of a repository or of a GGUF file in it.
+    """The part of a repository, or of a GGUF file in it, that is in the hub's cache; None if nothing is.
 
-    It is for when nobody can ask whether that is all.
+    Used offline, when the hub can't be asked whether this is everything.
     """
     path = try_to_load_from_cache(repository, file or "config.json")
     return _checkpoint(file, path) if isinstance(path, str) else None
@@ -95,7 +96,7 @@ def cached_offline(repository: str, file: str) -> Path | None:
 def download(listing: Listing, on_file: OnFile) -> Path:
     """Download a repository's files into the hub's cache, and return the checkpoint there.
 
-    What an interrupted download left is used. Raises DownloadError.
+    Continues an interrupted download. Raises DownloadError.
     """
     total = sum(file.nbytes for file in listing.files.values())
     done, first, first_path = 0, listing.file or "config.json", ""
@@ -118,7 +119,7 @@ def _downloaded(listing: Listing, name: str, revision: str) -> str:
 
 
 def _newest_commit(listing: Listing) -> str | None:
-    """The hub's current commit. A download would fetch that commit's file."""
+    """The hub's current commit. A download would fetch the files of that commit."""
     name = listing.file or "config.json"
     with _download_errors(listing, name):
         commit: str | None = get_hf_file_metadata(hf_hub_url(listing.repository, name)).commit_hash

@@ -1,7 +1,8 @@
 """Files and tensors of a repository, read over the network in the parts that the converter needs.
 
-A tensor comes in one request, whose answer is taken as the converter goes on: nothing is kept on disk, and no
-more in memory than what was asked for. A broken connection goes on at the byte where it broke.
+A tensor is read with one request, whose answer is received as the converter proceeds: nothing is kept on
+disk, and in memory only what the converter needs at the moment. After a broken connection, reading continues
+at the byte where it broke.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _PROGRESS_BYTES = 1 << 16
 
 
 class RemoteFile(SourceFile):
-    """A file of a repository, at one commit. Reads raise what HubClient raises."""
+    """A file of a repository at one commit. Reads raise what HubClient raises."""
 
     def __init__(
         self, client: HubClient, source: RemoteUrl, nbytes: int, identity: str, spool: Spool
     ) -> None:
-        """identity: what the hub knows the content by, such as its hash."""
+        """identity: what identifies the content on the hub, such as its hash."""
         # The base's own constructor looks at a disk.
         self.path = Path(source.what)
         self.nbytes = nbytes
@@ -53,17 +54,19 @@ class RemoteFile(SourceFile):
         self._lock = threading.RLock()
 
     def open(self) -> None:
-        """Nothing needs to be opened before it is read."""
+        """Do nothing: the file needn't be opened before it is read."""
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
-        """Declare the tensors; a read goes on to the end of its tensor, for the reads that follow. The header
-        isn't kept.
+        """Declare the tensors. A read then requests the remainder of its tensor too, for the reads that
+        follow. The header isn't kept.
         """
         self._head = b""
         self._tensors = sorted((start, stop, name) for name, (start, stop) in tensors.items() if stop > start)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from byte `offset`, and no more. The beginning of the file is read only once."""
+        """`nbytes` bytes from byte `offset`, without requesting more. The beginning of the file is read only
+        once.
+        """
         with self._lock:
             if offset + nbytes <= HEAD_BYTES and not self._head:
                 self._head = self._exactly(0, min(HEAD_BYTES, self.nbytes))
@@ -77,7 +80,9 @@ class RemoteFile(SourceFile):
             self._fill(offset, memoryview(out.data).cast("B"), read_on=True)
 
     def read_columns(self, offset: int, stride: int, out: NDArray[Any]) -> None:
-        """As in SourceFile; the whole tensor is read first, as no request asks for bytes at a stride."""
+        """Fill the rows of `out`, as in SourceFile. The complete tensor is read first, because no request can
+        have a stride.
+        """
         with self._lock:
             start, stop, name = self._tensor_at(offset)
             # The parts of a quantised matrix differ in the last word of their names.
@@ -85,7 +90,7 @@ class RemoteFile(SourceFile):
             local.read_columns(offset - start, stride, out)
 
     def sample(self, offset: int, nbytes: int) -> bytes:
-        """The hub's identity of the file's content, and the place in it; reads nothing."""
+        """The hub's identity of the file's content, and the place in it. Reads nothing."""
         return f"{self.identity} {offset}".encode()[:nbytes]
 
     def interrupt(self) -> None:
@@ -103,7 +108,9 @@ class RemoteFile(SourceFile):
         return bytes(out)
 
     def _fill(self, offset: int, view: memoryview, read_on: bool) -> None:
-        """Fill `view`. read_on: request the rest of the tensor too, and keep the answer for later reads."""
+        """Fill `view` from byte `offset`. read_on: whether to request the rest of the tensor too, for later
+        reads.
+        """
         stop = offset + len(view)
         if stop > self.nbytes:
             raise CheckpointError(
@@ -135,7 +142,9 @@ class RemoteFile(SourceFile):
         return stream
 
     def _tensor_at(self, offset: int) -> tuple[int, int, str]:
-        """(start, stop, name) of the tensor that holds byte `offset`; empty if none is known to."""
+        """The start, stop and name of the tensor that contains byte `offset`; empty if no known
+        tensor does.
+        """
         at = bisect_right(self._tensors, offset, key=lambda tensor: tensor[0]) - 1
         span = self._tensors[at] if at >= 0 else (0, 0, "")
         return span if offset < span[1] else (offset, offset, "")
@@ -151,7 +160,7 @@ class RemoteFile(SourceFile):
 
 
 class Spool:
-    """Unnamed temporary files for the matrix whose columns are being read, where it is too large for memory.
+    """Unnamed temporary files for the matrix whose columns are being read, if it is too large for memory.
 
     The system deletes them with the process, however that ends.
     """
@@ -165,7 +174,7 @@ class Spool:
     def matrix(self, file: RemoteFile, matrix: str, start: int, stop: int) -> SourceFile:
         """A file with bytes [start, stop) of `file`: the matrix, or a part of it.
 
-        What there is of other matrices is deleted.
+        Files for other matrices are deleted.
         """
         if matrix != self._matrix:
             self.close()
@@ -188,7 +197,7 @@ class Spool:
 
 
 class _UnnamedFile(SourceFile):
-    """A file without a name, written and then read by position."""
+    """A file without a name, which is written and then read by position."""
 
     def __init__(self, folder: Path) -> None:
         # The base's own constructor looks for a file that is there.

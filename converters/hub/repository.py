@@ -1,6 +1,7 @@
 """A repository of the hub at one commit, as a checkpoint folder: its list of files, and its small files.
 
-Nothing of the list is trusted: only plain names that a conversion reads are seen, with sizes to be kept to.
+The list isn't trusted: only plain names of files that a conversion reads are used, and files must have the
+listed sizes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class ListedFile:
 class Listing:
     """What the hub lists of a repository.
 
-    others: names of files that no conversion reads, for messages. file: the GGUF file that is meant, if any.
+    others: names of files that no conversion reads, for messages. file: the GGUF file to convert; empty for
+    none.
     """
 
     repository: str
@@ -81,8 +83,8 @@ class Listing:
 def parse_listing(repository: str, answer: Any) -> Listing:
     """The files of a repository that a conversion may read, from the hub's JSON description.
 
-    Names that aren't plain are left out, as nothing may refer to them. Raises CheckpointError for an answer
-    without a commit or a list of files, or with sizes that no file has.
+    Names that aren't plain are left out, because nothing may refer to them. Raises CheckpointError for an
+    answer without a commit or a list of files, or with sizes that no file has.
     """
     commit = answer.get("sha") if isinstance(answer, dict) else None
     entries = answer.get("siblings") if isinstance(answer, dict) else None
@@ -124,7 +126,7 @@ class RemoteFolder(SourceFolder):
     """A repository, or one of its folders, as a SourceFolder. `path` is the repository's id, for messages."""
 
     def __init__(self, client: HubClient, listing: Listing, spool: Spool, folder: str = "") -> None:
-        """folder: with a slash at its end; empty for the whole."""
+        """folder: the folder's path with a slash at its end; empty for the complete repository."""
         # The base's own constructor looks for a folder on a disk.
         self.path = Path(listing.repository) / folder
         self._folder = folder
@@ -187,7 +189,7 @@ class RemoteFolder(SourceFolder):
 
 
 def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> tuple[Checkpoint, Listing]:
-    """The checkpoint of a repository, and the listing of those of its files that it needs.
+    """The checkpoint of a repository, and the listing of the files that it consists of.
 
     Small files and headers are read, weights aren't. spool_folder: where the columns of very large matrices
     are kept while they are read.
@@ -209,7 +211,9 @@ def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> tupl
 
 
 def _check_kinds(listing: Listing) -> None:
-    """Raises UnsupportedModelError for a repository whose files are of another kind, by their names."""
+    """Check the repository's kind by the names of its files. Raises UnsupportedModelError for
+    another kind.
+    """
     where, names = listing.repository, listing.others
     if any(name.endswith(".safetensors") for name in listing.files) and "config.json" in listing.files:
         return
@@ -230,7 +234,7 @@ def _check_kinds(listing: Listing) -> None:
 
 
 def _check_file(listing: Listing) -> None:
-    """Raises ModelNotFoundError if the repository lacks the chosen GGUF file."""
+    """Check that the repository has the chosen GGUF file. Raises ModelNotFoundError if not."""
     if listing.file in listing.files:
         return
     where = f"{listing.repository} has no {listing.file}"

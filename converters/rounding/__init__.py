@@ -1,1 +1,1 @@
-"""Rounding to 4 to 6 bits with error feedback, by a text's inputs of every matrix."""
+"""Rounding to 4 to 6 bits with error feedback, which needs the inputs of every matrix for a text."""

@@ -1,12 +1,12 @@
 """Rounding of matrices to 4 to 6 bits with error feedback (GPTQ, arXiv 2210.17323).
 
-A product's error is made up for by the weights that are rounded later: input j's weights are moved, before
-they are rounded, by the errors of the inputs before it as the inputs' second moments weigh them. The moments
-are damped as in section 3.3 of the paper, but ten times as much, which measures better on text of the same
-kind and on other text. Nothing depends on the number of threads: moments are sums of whole numbers, exact in
-whatever order a library adds them, and the kernels have one order of operations.
+Weights that are rounded later make up for the errors of those rounded before: the weights of input j are
+moved, before they are rounded, by the errors of earlier inputs, weighted by the inputs' second moments. The
+moments are damped as in section 3.3 of the paper, but ten times as much, which gives a lower perplexity on
+text of the same kind and of other kinds. Nothing depends on the number of threads: moments are sums of
+integers, which are exact in any order, and the kernels have one order of operations.
 
-Memory: `MAX_INPUTS` bounds what is held at once, to about 350 MB. Wider matrices are rounded in blocks of
+Memory: `MAX_INPUTS` limits what is in memory at once to about 350 MB. Wider matrices are rounded in blocks of
 inputs, between which no error is fed back.
 
 Legend: N tokens, C inputs of a matrix, R rows.
@@ -50,7 +50,7 @@ class Inputs:
         self._chunks: list[tuple[NDArray[np.int16], NDArray[np.float64]]] = []
 
     def add(self, x: Float32) -> None:
-        """Add the inputs of a chunk of tokens, (T, C). Raises CheckpointError if one isn't finite."""
+        """Append the inputs of a chunk of tokens, (T, C). Raises CheckpointError if one isn't finite."""
         largest = np.abs(x).max(axis=0).astype(np.float64)
         if not np.isfinite(largest).all():
             raise CheckpointError(
@@ -62,11 +62,11 @@ class Inputs:
 
     @property
     def count(self) -> int:
-        """C."""
+        """The number C of inputs."""
         return int(self._chunks[0][0].shape[1])
 
     def energies(self) -> NDArray[np.float64]:
-        """(C,) each input's sum of squares."""
+        """The sum of squares of each input, (C,)."""
         total = np.zeros(self.count)
         for codes, scales in self._chunks:
             # Whole numbers below 2^53 are exact in float64, however a library adds them up.
@@ -74,7 +74,7 @@ class Inputs:
         return total
 
     def moments(self, picks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """(n, n) sums of products of the inputs `picks`, (n,)."""
+        """The sums of products of the inputs `picks` (n,) with each other, (n, n)."""
         total = np.zeros((len(picks), len(picks)))
         slabs = [slice(start, start + SLAB_INPUTS) for start in range(0, len(picks), SLAB_INPUTS)]
         for codes, scales in self._chunks:
@@ -91,8 +91,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor by which errors are fed back among the inputs `picks`, (n,), in this order. values: (n,
-    n).
+    """The matrix `values`, (n, n), by which errors are fed back among the inputs `picks`, (n,), in this
+    order.
     """
 
     picks: NDArray[np.int64]
@@ -102,7 +102,9 @@ class Factor:
 def factors(
     runner: _native.Runner, inputs: Inputs, damping: float, by_energy: bool = False
 ) -> Iterator[Factor]:
-    """The factors of all blocks of inputs, in order, or with the inputs of most energy first."""
+    """Yields the factors of all blocks of inputs: in the order of inputs, or with those of the most energy
+    first.
+    """
     energies = inputs.energies()
     order = np.argsort(-energies, kind="stable") if by_energy else np.arange(inputs.count)
     least = max(damping * float(energies.mean()), 1e-30)
@@ -125,7 +127,7 @@ def rounded_by_columns(
     stored: RowFormat,
     damping: float = DAMPING,
 ) -> dict[str, RoundedRows]:
-    """Rounded matrices by name, from matrices (R, C) that share these inputs.
+    """The rounded matrices by name, from matrices (R, C) that share the same inputs.
 
     stored: a format of 4 to 6 bits with stored biases. Raises CheckpointError for values that can't be
     stored.
@@ -161,8 +163,8 @@ def rounded_by_rows(
     """The rounded down projection `source`, (D, C), transposed: a neuron's column is a row with its own
     groups.
 
-    stored: a format of 4 to 6 bits in groups of 64 with stored biases. Inputs of much energy come first.
-    Raises CheckpointError for values that can't be stored.
+    stored: a format of 4 to 6 bits in groups of 64 with stored biases. Inputs with the most energy are
+    rounded first. Raises CheckpointError for values that can't be stored.
     """
     width, count = source.shape
     step = max(1, READ_BYTES // (4 * count))
@@ -185,8 +187,9 @@ def _rounded(
     name: str,
     by_row: bool = False,
 ) -> RoundedRows:
-    """Weights (R, C), rounded in this format, with errors fed back along their columns, or `by_row` along
-    their rows.
+    """Weights (R, C), rounded to this format.
+
+    Errors are fed back along columns, or along rows if `by_row`.
     """
     weights = np.ascontiguousarray(weights)
     layout = RowLayout(weights.shape[1], *stored)
@@ -204,7 +207,7 @@ def _rounded(
 
 
 def _squares(rows: QuantizedRows, stored: RowFormat, weights: Float32) -> NDArray[np.float64]:
-    """(R, 2) squared errors and squares of rows of weights (R, C), as in RoundedRows."""
+    """The squared errors and the squares of rows of weights (R, C), as (R, 2), like in RoundedRows."""
     squares = np.empty((len(weights), 2))
     for start in range(0, len(weights), COMPARED_ROWS):
         part = slice(start, start + COMPARED_ROWS)
@@ -229,7 +232,7 @@ def _stacked(parts: Sequence[RoundedRows]) -> RoundedRows:
 
 
 def _side_by_side(parts: Sequence[RoundedRows]) -> RoundedRows:
-    """The columns of all parts, concatenated row by row; all parts but the last have complete groups."""
+    """The columns of all parts, concatenated row by row. All parts except the last must have full groups."""
     return RoundedRows(
         QuantizedRows(
             np.concatenate([part.rows.codes for part in parts], axis=1),

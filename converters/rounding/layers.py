@@ -1,14 +1,14 @@
-"""Rounds a checkpoint's layers one after another: each runs over a text in float16, then is rounded by its
-inputs.
+"""Rounds a checkpoint's layers one after another: a layer runs over a text in float16, then it is rounded by
+the inputs of its matrices.
 
-Layers run on the unrounded weights, read from the checkpoint, through the engine's own forward pass and on
-the `cpu` backend, whose results have the same bits for every number of threads.
+Layers run with the unrounded weights of the checkpoint, by the engine's forward pass on the `cpu` backend,
+whose results have the same bits for every number of threads.
 
-Memory: one layer's weights in float16 while it runs, and of the text at most `INPUT_BYTES` of residuals,
-per-layer inputs, keys and values that later layers read, and inputs. Then that, the layer's codes, and what
-`feedback` holds.
+Memory: while a layer runs, its weights in float16, and at most `INPUT_BYTES` for the text: residuals,
+per-layer inputs, keys and values that later layers read, and inputs of matrices. While it is rounded, the
+text's bytes, the layer's codes, and what `feedback` holds.
 
-Legend: T tokens of a chunk, D hidden size, L layers, W values that a layer gets beside the residual.
+Legend: T tokens of a chunk, D hidden size, L layers, W values of a layer's per-layer inputs.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ OnStep = Callable[[str], None]
 
 
 def is_rounded(stored: RowFormat) -> bool:
-    """Whether a text rounds the matrices of this format."""
+    """Whether matrices of this format are rounded by a text."""
     return stored.bits <= MAX_ROUNDED_BITS and stored.has_biases
 
 
 def rounds_any(quant: QuantConfig) -> bool:
-    """Whether a text rounds any matrix under this quantisation."""
+    """Whether any matrix is rounded by a text under this quantisation."""
     return any(is_rounded(stored) for stored in (quant.plain, *dict(quant.formats).values()))
 
 
 def most_tokens(config: ModelConfig) -> int:
-    """Tokens of a text that fit into INPUT_BYTES, at most MAX_ROUNDING_TOKENS."""
+    """The number of tokens of a text that fit into INPUT_BYTES, at most MAX_ROUNDING_TOKENS."""
     hidden = config.hidden_size
     inputs = 2 * hidden + config.query_size + config.widest
     if config.per_layer_width:
@@ -87,7 +87,9 @@ def _owners(config: ModelConfig) -> set[int]:
 
 
 def random_pieces(config: ModelConfig, first: int | None) -> list[list[int]]:
-    """Pieces of tokens drawn evenly from the vocabulary, always the same; each begins with `first`."""
+    """Pieces of tokens drawn uniformly from the vocabulary, always the same ones. Each begins
+    with `first`.
+    """
     draw, begin = random.Random(0).random, [] if first is None else [first]
     length = max(1, min(CHUNK_TOKENS, config.max_context) - len(begin))
     count = max(1, min(RANDOM_TOKENS, most_tokens(config)) // (length + len(begin)))
@@ -98,7 +100,8 @@ class LayerRounding:
     """Rounds a checkpoint's matrices to 4 to 6 bits: `layer` for one layer after another, then `head`.
 
     quant: how the bundle stores weights. pieces: token ids, at most `most_tokens` in all; each piece is run
-    from an empty context. on_step: called with what is done next. damping: see `feedback.DAMPING`.
+    from an empty context. on_step: called with a description of the next step. damping: see
+    `feedback.DAMPING`.
     """
 
     def __init__(
@@ -126,13 +129,13 @@ class LayerRounding:
         """The keys and values of each piece, of layers whose keys and values others read."""
 
     def layer(self, layer: int, wanted: bool = True) -> dict[str, RoundedRows]:
-        """The layer's rounded matrices by the checkpoint's names.
+        """The rounded matrices of the layer, by their names in the checkpoint.
 
         A down projection's rows are neurons, unless feed-forwards are stored in slices. Matrices that keep
-        their checkpoint's codes, or are stored with 8 bits, aren't among them. wanted: false to run the layer
-        alone.
+        their checkpoint's codes, or are stored with 8 bits, aren't among them. wanted: False to only run the
+        layer, without rounding it.
 
-        Raises CheckpointError for weights that aren't a usable model's.
+        Raises CheckpointError for weights with which the model can't run.
         """
         config = self._checkpoint.config
         spec = config.layers[layer]
@@ -169,8 +172,9 @@ class LayerRounding:
         return rounded
 
     def head(self) -> dict[str, RoundedRows]:
-        """The rounded head, which may be the embedding, and all that belongs to no layer, once all layers
-        have run.
+        """The rounded head, which may be the embedding, and other matrices that belong to no layer.
+
+        Call it once all layers have run.
         """
         self._on_step("rounding the head")
         config, inputs = self._checkpoint.config, Inputs()
@@ -199,7 +203,7 @@ class LayerRounding:
         return rounded | self._by_columns([source], self._quant.head(config.tie_embeddings), inputs)
 
     def _copies(self) -> dict[str, RoundedRows]:
-        """The rounded matrices that make residual streams, and those that merge them."""
+        """The rounded matrices that create residual streams, and those that merge them."""
         rounded: dict[str, RoundedRows] = {}
         for copy in range(1, self._checkpoint.config.residual_copies):
             spread, gather = (names.model_weight(f"copies.{name}.{copy}") for name in ("spread", "gather"))
@@ -215,7 +219,8 @@ class LayerRounding:
     ) -> dict[str, RoundedRows]:
         """The matrices of these names, rounded to the format `stored`.
 
-        Matrices that keep their checkpoint's codes are left out, and all where a text doesn't round to it.
+        Matrices that keep their checkpoint's codes are left out. Empty if this format isn't rounded by a
+        text.
         """
         if not is_rounded(stored):
             return {}
@@ -225,12 +230,12 @@ class LayerRounding:
         return rounded_by_columns(self._runner, free, inputs, stored, self._damping) if free else {}
 
     def run(self, layer: int) -> dict[str, Inputs]:
-        """Run the layer over every piece's residuals, which become its output.
+        """Run the layer over the residuals of every piece, and replace them by its output.
 
-        Returns the inputs of its matrices: `qkv`, `out`, `gate` (and the up projection), `down`, and those of
-        `layer_weight_shapes` by their names there, but for `SAME_INPUTS`. With those of the first layer come
-        `EMBEDDED` ones, of models that have copies of the residual, per-layer inputs, or embeddings of their
-        own width.
+        Returns the inputs of its matrices: `qkv`, `out`, `gate` (which the up projection shares), `down`, and
+        those of `layer_weight_shapes` under their names there, except `SAME_INPUTS`. The first layer also has
+        the inputs `EMBEDDED`, for models with several residual streams, per-layer inputs, or embeddings of
+        another width.
         """
         config = self._checkpoint.config
         spec, owner = config.layers[layer], config.layers[layer].attention.keys_of
@@ -263,7 +268,9 @@ class LayerRounding:
             self._per_layer.append(np.concatenate(inputs) if inputs else None)
 
     def _run_piece(self, model: Transformer, layer: int, index: int, kv: SequenceState) -> None:
-        """Run the layer, the last of `model`, over a piece's residuals, which become its output."""
+        """Run the layer, which is the last of `model`, over the residuals of one piece, and replace them by
+        its output.
+        """
         piece, inputs = self._pieces[index], self._per_layer[index]
         width, last, outputs = model.config.per_layer_width, model.config.num_layers - 1, []
         for start in range(0, len(piece), CHUNK_TOKENS):

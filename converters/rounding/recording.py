@@ -1,4 +1,4 @@
-"""A checkpoint's unrounded weights on the `cpu` backend, which records the inputs of their matrices."""
+"""Loads a checkpoint's unrounded weights into the `cpu` backend, and records the inputs of their matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAME_INPUTS = dict.fromkeys(
 
 
 class RecordedWeights:
-    """Makes weights of a checkpoint's tensors, with float16 matrices, for a `RecordingBackend`."""
+    """Makes weights for a `RecordingBackend` from a checkpoint's tensors. Matrices are float16."""
 
     def __init__(self, checkpoint: Checkpoint, runner: _native.Runner) -> None:
         self._checkpoint = checkpoint
@@ -80,8 +80,8 @@ class RecordedWeights:
         return layer_weights(backend, config, spec, loaded, feed_forward)
 
     def model(self, layers: Sequence[LayerWeights], with_ends: bool) -> ModelWeights:
-        """The layers with the checkpoint's embedding. with_ends: with the parts before and after the layers
-        too.
+        """The given layers, with the checkpoint's embedding. with_ends: whether to include the parts before
+        and after the layers.
 
         The last norm and the head are missing.
         """
@@ -104,13 +104,15 @@ class RecordedWeights:
         return Norm(tensors[names.FINAL_NORM].vector(), norm.eps, bias, norm.kind == "layer")
 
     def _matrix(self, which: str, sources: Sequence[str], bias: Float32 | None = None) -> _RecordedMatrix:
-        """A matrix of the rows of all `sources`, whose inputs are recorded as `which`."""
+        """A matrix made of the rows of all `sources`. Its inputs are recorded under the name `which`."""
         return _RecordedMatrix(
             which, self._half([self._checkpoint.tensors[source] for source in sources], bias)
         )
 
     def _weight(self, weight: WeightShape, source: str, which: str) -> Any:
-        """A rare weight: a matrix whose inputs are recorded as `which`, or float32 values."""
+        """A weight that few models have: a matrix whose inputs are recorded under the name `which`, or
+        float32 values.
+        """
         if weight.is_matrix:
             return self._matrix(which, [source])
         tensor = self._checkpoint.tensors[source]
@@ -135,7 +137,7 @@ class RecordedWeights:
 
 @dataclass(frozen=True)
 class _RecordedMatrix:
-    """A matrix whose inputs are kept by the name `which`, or not kept if that is empty."""
+    """A matrix whose inputs are recorded under the name `which`, or not recorded if the name is empty."""
 
     which: str
     linear: CpuLinear
@@ -151,7 +153,9 @@ class _Neurons:
 
 
 class RecordingBackend(CpuBackend):
-    """The CPU backend over `_RecordedMatrix` matrices and `_Neurons`, which keeps the inputs of matrices."""
+    """The CPU backend for `_RecordedMatrix` matrices and `_Neurons`. It records the inputs of the
+    matrices.
+    """
 
     def __init__(self, runner: _native.Runner) -> None:
         super().__init__(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
@@ -161,7 +165,7 @@ class RecordingBackend(CpuBackend):
         return np.concatenate([to_float32(table.rows(token, token + 1)) for token in tokens.tolist()])
 
     def prefetch(self, x: Float32, norm: Norm | None, weight: Any) -> None:
-        """Nothing to do: a layer's neurons are in memory."""
+        """Do nothing: a layer's neurons are in memory."""
 
     def linear(
         self, x: Float32, weight: Any, norm: Norm | None = None, added: Float32 | None = None
@@ -193,5 +197,5 @@ class RecordingBackend(CpuBackend):
 
 
 def _vector(sources: Sequence[SourceTensor]) -> Float32 | None:
-    """The values of all sources one after another; None without sources."""
+    """The values of all sources, concatenated; None without sources."""
     return np.concatenate([source.vector() for source in sources]) if sources else None

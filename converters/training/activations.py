@@ -1,6 +1,6 @@
 """Inputs and gates of every layer's feed-forward over a text, recorded on disk for training.
 
-They are recorded of models whose gates are exactly zero for most neurons.
+They are recorded for models whose gates are exactly zero for most neurons.
 
 A backend runs the model dense, within the memory that its weights and a stream from flash need. Each layer is
 recorded in a pair of files, which are read back as needed. At 7B shape a token takes 300 KB.
@@ -56,28 +56,28 @@ STREAM_SLOTS = 4
 
 
 class Activations:
-    """The recorded activations of `tokens` tokens of one model, in `folder`."""
+    """The recorded activations of one model for `tokens` tokens, in files in `folder`."""
 
     def __init__(self, folder: Path, hidden_size: int, widths: Sequence[int]) -> None:
-        """widths: F of each layer."""
+        """widths: the number F of neurons of each layer."""
         self._folder = folder
         self._hidden_size = hidden_size
         self._widths = widths
         self.tokens = 0
 
     def inputs(self, layer: int) -> NDArray[np.float16]:
-        """(N, D) inputs of the layer's gates, read from disk on use."""
+        """The inputs (N, D) of the layer's gates, read from disk when they are used."""
         values = np.memmap(self.path("inputs", layer), np.float16, "r")
         return values.reshape(-1, self._hidden_size)
 
     def fired(self, layer: int) -> NDArray[np.uint8]:
-        """(N, ceil(F / 8)) bits, set where a neuron fired, eight to a byte as `numpy.packbits` packs them."""
+        """Which neurons fired, as bits (N, ceil(F / 8)), eight to a byte as `numpy.packbits` packs them."""
         values = np.memmap(self.path("fired", layer), np.uint8, "r")
         return values.reshape(-1, -(-self._widths[layer] // 8))
 
     @contextmanager
     def recording(self) -> Iterator[Observer]:
-        """The observer that writes values to disk, chunk by chunk."""
+        """A context with an observer that writes values to disk, chunk by chunk."""
         with ExitStack() as stack:
             files = [
                 tuple(stack.enter_context(self.path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
@@ -106,7 +106,7 @@ class Activations:
             temporary.replace(path)
 
     def path(self, kind: str, layer: int) -> Path:
-        """Path of a layer's file. kind: `inputs` or `fired`."""
+        """The path of a layer's file. kind: `inputs` or `fired`."""
         return self._folder / f"{kind}-{layer:05d}"
 
 
@@ -125,7 +125,7 @@ def record_activations(
         pieces: token ids; each piece runs from an empty context.
         folder: where the files go.
         on_progress: gets the number of tokens done.
-        backend: what runs the model. ImportError for `mlx` without MLX.
+        backend: the backend that runs the model. ImportError for `mlx` if MLX is missing.
 
     Raises OndeviceError if the disk has no room, FlashReadError.
     """
@@ -149,9 +149,9 @@ def record_entering(
 ) -> None:
     """Write the hidden states that enter `layer` to `path`: (N, D) float32.
 
-    Only the layers before `layer` run, over pieces that each start from an empty context. Whole pieces that
-    an earlier run has written stay. The states are float32, because the residual stream has values that
-    float16 lacks. on_progress gets the number of tokens done.
+    Only the layers before `layer` run, over pieces that each start from an empty context. Complete pieces
+    that an earlier run has written are kept. The states are float32, because the residual stream has values
+    beyond float16. on_progress gets the number of tokens done.
 
     Raises OndeviceError if the disk has no room, FlashReadError.
     """
@@ -208,7 +208,7 @@ def observe_gates(
         on_progress: gets the number of tokens done.
         backend: as for `record_activations`.
 
-    Raises BundleError for a model whose gates are hardly ever zero: its bundle has no separate gates to run.
+    Raises BundleError for a model whose gates are hardly ever zero, because its bundle has no gate files.
     Raises FlashReadError.
     """
     with _running(bundle, "exact", backend) as (model, observed):
@@ -241,9 +241,9 @@ def temporarily_recorded(
     *,
     backend: TrainingBackend,
 ) -> Iterator[Activations]:
-    """What `record_activations` records, in a temporary folder.
+    """A context with what `record_activations` records, in a temporary folder.
 
-    on_progress: gets a share done from 0 to 0.5. Raises what `record_activations` raises.
+    on_progress: called with a share done from 0 to 0.5. Raises what `record_activations` raises.
     """
     total = sum(len(piece) for piece in pieces)
 
@@ -255,7 +255,9 @@ def temporarily_recorded(
 
 
 def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
-    """Raises OndeviceError if the disk has no room for `tokens` tokens of `token_bytes` bytes each."""
+    """Check the disk. Raises OndeviceError if it has no room for `tokens` tokens of `token_bytes`
+    bytes each.
+    """
     needed, free = tokens * token_bytes, shutil.disk_usage(folder).free
     if needed > free:
         raise OndeviceError(
@@ -268,10 +270,10 @@ def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
 def _running(
     bundle: Bundle, sparsity: Sparsity, backend: TrainingBackend
 ) -> Iterator[tuple[Transformer, ObservedBackend]]:
-    """A context with the model and its backend; the caller chooses what the backend shows.
+    """A context with the model and its backend. The caller chooses what the backend reports.
 
-    With the sparsity `exact` the model has its gates. Its neurons are streamed from flash once per chunk, and
-    none stays in memory.
+    With sparsity `exact`, the model's gates are loaded. Its neurons are streamed from flash once per chunk,
+    and none stays in memory.
     """
     layout = largest_neuron_layout(bundle.config, bundle.quant)
     neurons = layout.neurons_in(STREAM_BYTES[backend])
@@ -293,9 +295,9 @@ def _running(
 
 
 def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
-    """The observed backend, streaming `neurons` neurons at a time.
+    """A backend that reports gates, and streams `neurons` neurons at a time.
 
-    MLX is imported only for `mlx`; ImportError without it.
+    MLX is imported only for `mlx`; ImportError if it is missing.
     """
     if backend == "cpu":
         return ObservedCpu(make_runner(usable_cores()), segment_neurons=neurons, piece_neurons=neurons)
@@ -305,9 +307,10 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
 
 
 def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
-    """(F,) what is added to a layer's gate products so that neurons fire above zero; None for nothing.
+    """The values (F,) to add to a layer's gate products so that neurons fire above zero; None if nothing is
+    added.
 
-    It is the gates' bias less the activation's threshold.
+    They are the gates' bias minus the activation's threshold.
     """
     spec = bundle.config.feed_forward
     if not spec.bias and not spec.threshold:
@@ -319,7 +322,7 @@ def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
 
 
 def gate_rows(bundle: Bundle, layer: int) -> Float32:
-    """(F, D) a layer's gate projection, dequantised from its stored rows."""
+    """A layer's gate projection, (F, D), dequantised from its stored rows."""
     layout = bundle.gate_layout
     row = layout.parts[0][0]
     count, stride = bundle.config.widths[layer], layout.stride

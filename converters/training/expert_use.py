@@ -1,8 +1,8 @@
-"""Measures the use of experts on a text: records choices, replays them through caches of several sizes,
-writes both.
+"""Measures which experts a text uses: records choices, replays them through caches of several sizes, and
+writes both results.
 
 The format is in `ondevice/bundle/expert_use.py`. The model runs as it does when it generates, with as many
-experts in memory as its plan has room for. Memory beside that: the choices, two bytes each.
+experts in memory as its plan has room for. In addition it holds the choices, two bytes each.
 
 Legend: T tokens, L layers with experts, E experts of a layer, k chosen for a token.
 """
@@ -63,7 +63,7 @@ Choices = NDArray[np.int16]
 class ExpertRoom:
     """Memory for experts: `segments` segments of `slots` slots of `slot_bytes` bytes each.
 
-    dense: for the model's other neurons; None if it has none.
+    dense: memory for the model's other neurons; None if it has none.
     """
 
     slot_bytes: int
@@ -73,16 +73,16 @@ class ExpertRoom:
 
     @property
     def backend_neurons(self) -> tuple[int, int]:
-        """`piece_neurons` and `dense_neurons` of the CpuBackend that runs within this."""
+        """The arguments `piece_neurons` and `dense_neurons` for a CpuBackend that runs within this memory."""
         return (GROUP_SIZE, 0) if self.dense is None else (self.dense.piece_neurons, self.dense.neurons)
 
 
 @dataclass(frozen=True)
 class DenseRoom:
-    """Memory for neurons that aren't an expert's: segments of `neurons` neurons and `segment_bytes` bytes.
+    """Memory for neurons that belong to no expert: segments of `neurons` neurons and `segment_bytes` bytes.
 
-    quota: segments of each layer. What has none is read `piece_neurons` neurons at a time into `buffers`
-    buffers of `buffer_bytes` bytes.
+    quota: number of segments for each layer. Neurons without a segment are read `piece_neurons` at a time
+    into `buffers` buffers of `buffer_bytes` bytes.
     """
 
     neurons: int
@@ -107,7 +107,9 @@ class DenseRoom:
 
 
 def check(bundle: Bundle, pieces: Sequence[Sequence[int]]) -> ExpertsSpec:
-    """The model's experts. Raises UnsupportedModelError if it has none, UsageError for too short a text."""
+    """The model's experts, checked. Raises UnsupportedModelError if it has none, UsageError if the text is
+    too short.
+    """
     experts, total = bundle.config.experts, sum(map(len, pieces))
     if experts is None:
         raise UnsupportedModelError(f"{bundle.name} has no experts that a router chooses among")
@@ -131,7 +133,7 @@ def calibrate_experts(
         bundle: the model.
         pieces: each is read from an empty context.
         output: the bundle's folder, or that of its copy. An earlier calibration there is replaced.
-        room: for experts meanwhile; at least for as many as a token chooses in a layer.
+        room: memory for experts, at least for as many as a token chooses in a layer.
         on_progress: called with the share done, from 0 to 1, and the current step.
 
     Raises what `check` raises, FlashReadError, and OndeviceError if the disk refuses.
@@ -166,7 +168,9 @@ def calibrate_experts(
 
 
 def cache_sizes(layers: int, experts: ExpertsSpec) -> list[int]:
-    """Sizes of caches, in experts: half of one token's cycle, the cycle, and evenly from there to all."""
+    """Sizes of caches, in experts: half of what a token uses in all layers, all of that, and evenly from
+    there to all experts.
+    """
     cycle, total = layers * experts.chosen, layers * experts.count
     rising = np.geomspace(cycle, total, SIZES).round().astype(int).tolist()[:-1]
     return sorted({size for size in (cycle // 2, *rising) if 0 < size < total})
@@ -178,7 +182,7 @@ def record_choices(
     room: ExpertRoom,
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> Choices:
-    """(T, L, k) experts that each token of `pieces` chooses in each layer that has any.
+    """The experts that each token of `pieces` chooses in each layer with experts, (T, L, k).
 
     room: as in `calibrate_experts`. on_progress gets the number of tokens done.
     """
@@ -189,7 +193,7 @@ def record_choices(
 
 @contextmanager
 def _experts_running(bundle: Bundle, room: ExpertRoom) -> Iterator[tuple[Transformer, _Recording]]:
-    """A context with the model, and the source of its experts, which records the choices."""
+    """A context with the model, and with the source of its experts, which records the choices."""
     config = bundle.config
     assert config.experts is not None
     piece, neurons = room.backend_neurons
@@ -219,7 +223,9 @@ def _experts_running(bundle: Bundle, room: ExpertRoom) -> Iterator[tuple[Transfo
 def _run_pieces(
     model: Transformer, pieces: Sequence[Sequence[int]], on_progress: Callable[[int], None]
 ) -> None:
-    """Read `pieces` of token ids, each from an empty context. on_progress gets the number of tokens done."""
+    """Run the model over `pieces` of token ids, each from an empty context. on_progress gets the number of
+    tokens done.
+    """
     done = 0
     for piece in pieces:
         kv = SequenceState(KVLayout(model.config, 16))
@@ -231,7 +237,7 @@ def _run_pieces(
 
 
 class _Recording(ExpertFetcher):
-    """An ExpertFetcher that keeps what every pass chose."""
+    """An ExpertFetcher that records which experts every pass chose."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -244,5 +250,5 @@ class _Recording(ExpertFetcher):
         return super().experts(layer, routing, batch, needs_expert_order)
 
     def choices(self) -> Choices:
-        """(T, L, k) experts chosen so far."""
+        """The experts chosen so far, (T, L, k)."""
         return np.stack([np.concatenate(self._chosen[layer]) for layer in sorted(self._chosen)], axis=1)

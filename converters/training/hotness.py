@@ -1,6 +1,7 @@
-"""Measures how often every neuron fires on a text, from recorded activations, and writes it beside a bundle.
+"""Measures how often every neuron fires on a text, from recorded activations, and writes it to a bundle's
+folder.
 
-The format is in `ondevice/bundle/hotness.py`. Memory: the counts of one layer, and its bits of a few tokens.
+The format is in `ondevice/bundle/hotness.py`. Memory: the counts of one layer, and the bits of a few tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ COUNTED_TOKENS = 256
 
 
 def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> list[Float32]:
-    """For each layer, (F,) share of the first `tokens` recorded tokens, at least one, that make a neuron
-    fire.
+    """For each layer, the share of tokens that make each neuron fire, (F,), out of the first `tokens`
+    recorded ones.
     """
     return [_share(activations.fired(layer)[:tokens], neurons) for layer, neurons in enumerate(config.widths)]
 
 
 def write_hotness(bundle: Bundle, frequencies: Sequence[Float32], tokens: int, output: Path) -> None:
-    """Write both files to the folder `output`: frequencies (F,) of each layer, counted on `tokens` tokens.
+    """Write both files to the folder `output`: the frequencies (F,) of each layer, counted on `tokens`
+    tokens.
 
     The JSON file is deleted first and written last, so that no crash leaves one that doesn't describe the
     data. Raises OndeviceError if the disk refuses.
@@ -46,7 +48,7 @@ def write_hotness(bundle: Bundle, frequencies: Sequence[Float32], tokens: int, o
 
 
 def _share(fired: NDArray[np.uint8], neurons: int) -> Float32:
-    """(F,) share of tokens for which each neuron fired, from bits (N, ceil(F / 8))."""
+    """The share of tokens for which each neuron fired, (F,), computed from bits (N, ceil(F / 8))."""
     counts = np.zeros(neurons, dtype=np.int64)
     for start in range(0, len(fired), COUNTED_TOKENS):
         piece = np.unpackbits(fired[start : start + COUNTED_TOKENS], axis=1, count=neurons)

@@ -1,18 +1,18 @@
 """Orders a bundle's neurons on flash by recorded activations.
 
-Where gates are exactly zero, neurons that fire together lie side by side. More of the neurons that a token
-misses in the cache are then neighbours, and neighbours take one read.
+If gates are exactly zero, neurons that fire together are placed side by side. Then more of the neurons that a
+token misses in the cache are neighbours, and neighbours take one read.
 
-Every neuron has one record, in one place. The order is a permutation, applied to a neuron's rows and to its
-gate's bias alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring
-records to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
-differently, neither better nor worse.
+Every neuron has one record. The order is a permutation, applied to neurons' rows and to gates' biases alike,
+so the model stays the same function. The CPU kernels round the results of 64 neighbouring records to 8 bits
+with one scale, and add up in the order of the records. A different order therefore rounds differently,
+neither better nor worse.
 
 "LLM in a flash" (arXiv 2312.11514, section 3.2) bundled neurons that fire together by copying them, which
-read the hottest neurons many times over. "Neuralink" (arXiv 2410.19274) gains by placing them instead. Ours
-is the plain chain from each neuron to the one that fires most alike.
+read the hottest neurons many times over. "Neuralink" (arXiv 2410.19274) places them side by side instead.
+Here the order is a simple chain, from each neuron to the one whose firing is most similar.
 
-Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them.
+Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB more.
 Legend: N tokens, F neurons of a layer.
 """
 
@@ -64,15 +64,15 @@ def order_neurons(
 ) -> Bundle:
     """Put the neurons of `bundle` in the order that the first `tokens` recorded tokens suggest.
 
-    activations: from `record_activations`.
+    activations: the result of `record_activations`.
 
-    At most 8,192 of these tokens are counted, evenly spaced. The ordered bundle is written beside the old one
-    and takes its place at the end, as in a conversion that replaces a bundle. Until then the old bundle is
-    whole; afterwards it is gone, with everything that was added to it. The recording is reordered too, so
-    that it fits the ordered bundle. Returns the ordered bundle.
+    At most 8,192 of these tokens are counted, evenly spaced. The ordered bundle is written to a new folder
+    and replaces the old one at the end, as in a conversion that replaces a bundle. Until then the old bundle
+    stays complete; afterwards it is gone, with everything that was added to it. The recording is reordered
+    too, so that it fits the ordered bundle. Returns the ordered bundle.
 
     Raises OndeviceError if the disk has no room or refuses, UsageError if the bundle's folder, or a folder
-    needed beside it, holds files that no conversion put there, FlashReadError, BundleError.
+    needed next to it, holds files that no conversion put there, FlashReadError, BundleError.
     """
     with _claimed(bundle) as folder:
         complete = False
@@ -90,7 +90,7 @@ def order_neurons(
 
 
 def check(bundle: Bundle) -> None:
-    """Check the folders and the disk room, before activations are recorded.
+    """Check the folders and the room on the disk, before activations are recorded.
 
     Raises what `order_neurons` would raise about them.
     """
@@ -99,7 +99,9 @@ def check(bundle: Bundle) -> None:
 
 
 def co_firing_counts(fired: NDArray[np.uint8], neurons: int) -> NDArray[np.uint16]:
-    """(F, F) number of tokens that fire both neurons, from bits (N, ceil(F / 8)); N is at most 65,535."""
+    """The number of tokens that fire both of two neurons, (F, F), from bits (N, ceil(F / 8)). N is at most
+    65,535.
+    """
     counts = np.zeros((neurons, neurons), dtype=np.uint16)
     blocks = [slice(start, start + COUNTED_NEURONS) for start in range(0, neurons, COUNTED_NEURONS)]
     for start in range(0, len(fired), COUNTED_TOKENS):
@@ -114,9 +116,9 @@ def co_firing_counts(fired: NDArray[np.uint8], neurons: int) -> NDArray[np.uint1
 
 
 def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
-    """(F,) neuron ids in a chain, from the `co_firing_counts` (F, F).
+    """The neuron ids in the order of a chain, (F,), computed from `co_firing_counts` (F, F).
 
-    The chain starts at the neuron that fires most. The most similar neuron that is left comes next.
+    The chain starts with the neuron that fires most. The most similar of the remaining neurons comes next.
     Similarity is Jaccard's: tokens for which both neurons fire over tokens for which at least one does. The
     lowest id wins a tie.
     """
@@ -135,7 +137,7 @@ def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
 
 @contextmanager
 def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
-    """The claimed folder where the ordered bundle is written, empty and with room for it."""
+    """A context with the claimed folder for the ordered bundle, which is empty and has enough room."""
     with closing(OutputFolder(bundle.path)) as folder:
         folder.check(resume=False, force=True)
         folder.claim(resume=False)
@@ -146,7 +148,9 @@ def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
 def _write_ordered(
     bundle: Bundle, folder: Path, activations: Activations, tokens: int, on_progress: OnProgress
 ) -> list[NDArray[np.int32]]:
-    """Fill the empty `folder` with the ordered bundle. Returns each layer's old neuron ids in new order."""
+    """Write the ordered bundle to the empty `folder`. Returns each layer's old neuron ids in the
+    new order.
+    """
     manifest, layers = bundle.manifest, bundle.config.num_layers
     writer = BundleWriter(
         folder, bundle.config, bundle.quant, _native.crc32c, fingerprint=manifest.provenance.fingerprint
@@ -174,7 +178,9 @@ def _write_ordered(
 def _records(
     bundle: Bundle, name: str, layout: RecordLayout, order: NDArray[np.int32]
 ) -> Iterator[NDArray[np.uint8]]:
-    """The records of a file in another order, a few at a time (n, stride), checked as they are read."""
+    """Yields the records of a file in another order, a few at a time (n, stride), checked while they are
+    read.
+    """
     count = max(1, COPIED_BYTES // layout.stride)
     with FlashReader([bundle.file(name)]) as reader:
         for start in range(0, len(order), count):
@@ -189,7 +195,7 @@ def _records(
 def _resident(
     bundle: Bundle, reader: FlashReader, orders: Sequence[NDArray[np.int32]]
 ) -> Iterator[tuple[str, Iterator[NDArray[np.generic]]]]:
-    """The resident tensors, a few bytes at a time: gate biases in the new order, all others as they are."""
+    """Yields the resident tensors in small parts: gate biases in the new order, all others unchanged."""
     source = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     biases = {gate_bias_name(layer): order for layer, order in enumerate(orders)}
 
@@ -206,7 +212,7 @@ def _resident(
 
 
 def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
-    """Names and layouts of a layer's files that hold one record per neuron."""
+    """The names and layouts of those files of a layer that have one record per neuron."""
     return [(neuron_file_name(layer), bundle.record_layout), (gate_file_name(layer), bundle.gate_layout)]
 
 
@@ -217,6 +223,6 @@ def _reordered_files(bundle: Bundle) -> set[str]:
 
 
 def _written_bytes(bundle: Bundle) -> int:
-    """Bytes that the ordered bundle takes beside the old one, if the other files can be links."""
+    """The bytes that the ordered bundle takes in addition to the old one, if the other files can be links."""
     files = bundle.manifest.files
     return MAX_JSON_BYTES + sum(files[name].nbytes for name in (*_reordered_files(bundle), CHECKSUMS))

@@ -2,8 +2,9 @@
 beginnings.
 
 The format is in `ondevice/bundle/ngrams.py`. "REST" (arXiv 2311.08252) keeps the text and an array of its
-suffixes. Here the suffixes themselves lie in order, cut to W tokens, so that one read of a page has all that
-followed a context. A context with more rows than a page holds gets a page of its own, with the likeliest.
+suffixes. Here the suffixes are stored in sorted order, cut to W tokens, so that reading one page gives
+everything that followed a context. A context with more rows than fit into a page gets a separate page, with
+the likeliest rows.
 
 Legend: n tokens of text, R rows (distinct windows), W = WINDOW, M = MAX_CONTEXT.
 """
@@ -44,7 +45,9 @@ WRITTEN_PAGES = 64
 
 @dataclass(frozen=True, eq=False)
 class WindowRows:
-    """Distinct windows in ascending order: tokens (R, W), and how often each occurs in the text, (R,)."""
+    """Distinct windows in ascending order: their tokens (R, W), and how often each occurs in the
+    text, (R,).
+    """
 
     tokens: Words
     counts: NDArray[np.int64]
@@ -92,7 +95,9 @@ def train_ngrams(
 
 
 def distinct_windows(tokens: Words) -> WindowRows:
-    """The text's windows: every token with the W - 1 tokens after it, NO_TOKEN beyond the end."""
+    """The windows of a text: every token with the W - 1 tokens after it, filled up with NO_TOKEN at the
+    text's end.
+    """
     padded = np.concatenate([tokens, np.full(WINDOW - 1, NO_TOKEN, np.uint32)])
     every = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)
     order = np.lexsort(every.T[::-1])
@@ -101,7 +106,7 @@ def distinct_windows(tokens: Words) -> WindowRows:
 
 
 def frequent_contexts(rows: WindowRows) -> tuple[Words, list[WindowRows]]:
-    """Contexts (F, M), ascending, that begin more rows than a page holds, and the rows of each.
+    """The contexts (F, M), ascending, with more rows than fit into a page, and the rows of each.
 
     A context of fewer than M tokens is filled with NO_TOKEN.
     """
@@ -120,12 +125,12 @@ def frequent_contexts(rows: WindowRows) -> tuple[Words, list[WindowRows]]:
 
 
 def pruned(rows: WindowRows, length: int, most: int) -> WindowRows:
-    """At most `most` rows that say as much as possible about what follows the first `length` tokens of
+    """At most `most` rows, which keep as much as possible of what follows the first `length` tokens of
     `rows`.
 
-    rows: all begin with these tokens. Each is cut behind its last token up to which it occurs often enough;
-    rows that are equal then are one, which counts for all of them. So counts of what is left stay those of
-    the text.
+    rows: rows that all begin with these tokens. Each is cut after the last token up to which it occurs often
+    enough. Rows that are then equal are merged, and their counts are added, so the counts of what remains are
+    still those of the text.
     """
     occurring = np.zeros((len(rows.tokens), WINDOW - length), np.int64)
     nodes = []
@@ -145,7 +150,7 @@ def pruned(rows: WindowRows, length: int, most: int) -> WindowRows:
 
 
 def _merged(rows: WindowRows) -> WindowRows:
-    """Sorted rows, each once, with the sum of its counts."""
+    """Sorted rows without duplicates, whose counts are added."""
     bounds = _bounds(rows.tokens)
     return WindowRows(
         np.ascontiguousarray(rows.tokens[bounds[:-1]]), np.add.reduceat(rows.counts, bounds[:-1])
@@ -153,13 +158,15 @@ def _merged(rows: WindowRows) -> WindowRows:
 
 
 def _bounds(tokens: Words) -> NDArray[np.int64]:
-    """Starts of runs of equal rows in sorted `tokens` (R, any), followed by R."""
+    """The starts of runs of equal rows in sorted `tokens` (R, any), followed by R."""
     changes = (tokens[1:] != tokens[:-1]).any(axis=1)
     return np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tokens)]])
 
 
 def _pages(parts: list[WindowRows]) -> Iterator[Words]:
-    """Pages of at most PAGE_ROWS rows each: tokens and count of each row, NO_TOKEN and 0 behind the last."""
+    """Yields pages of at most PAGE_ROWS rows: the tokens and the count of each row, filled up with NO_TOKEN
+    and 0.
+    """
     for start in range(0, len(parts), WRITTEN_PAGES):
         group = parts[start : start + WRITTEN_PAGES]
         padded = np.full((len(group), PAGE_ROWS, WINDOW + 1), NO_TOKEN, np.uint32)

@@ -18,8 +18,8 @@ The arrays are valid until it returns. The tokens of a layer come in order."""
 
 
 class Observed:
-    """Mix-in for a backend, placed first among the bases, whose feed-forward multiplies and reports every
-    neuron.
+    """A mix-in that makes a backend's feed-forward multiply every neuron and report its gates. It must be the
+    first base class.
     """
 
     feed_forwards: list[Any]
@@ -62,4 +62,4 @@ class Observed:
 
 
 class ObservedCpu(Observed, CpuBackend):
-    """The CPU backend, observed."""
+    """The CPU backend, whose feed-forward reports inputs and gates."""

@@ -1,4 +1,4 @@
-"""The MLX backend, observed."""
+"""The MLX backend with a feed-forward that reports inputs and gates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.converters.training.observed import Observed
 
 
 class ObservedMlx(Observed, MlxBackend):
-    """The MLX backend on MLX's default device, observed."""
+    """The MLX backend on MLX's default device, whose feed-forward reports inputs and gates."""
 
     def __init__(self, neurons: int) -> None:
         """neurons: number of neurons that are streamed at a time, a multiple of 64."""

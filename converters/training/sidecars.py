@@ -1,4 +1,6 @@
-"""Steps shared by trainers of sidecars: the text that measures, the copy of the bundle, the files."""
+"""Steps that all trainers of sidecars share: the part of a text for measuring, the copy of the bundle, the
+files.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ _REMEDY = "make room, or choose another --output"
 
 
 def check_streams_possible(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a model that can't have streams."""
+    """Check that a model can have streams. Raises UnsupportedModelError if not."""
     if not bundle.config.is_plain:
         raise UnsupportedModelError(f"{bundle.name} can't have streams: {no_streams(bundle.config)}")
 
 
 def check_feed_forwards(bundle: Bundle) -> None:
-    """Raises UnsupportedModelError for a model with layers without neurons that could be recorded."""
+    """Check a model's layers. Raises UnsupportedModelError for layers that have no neurons to record."""
     for layer, spec in enumerate(bundle.config.layers):
         if not spec.has_feed_forward:
             raise UnsupportedModelError(
@@ -55,7 +57,7 @@ def check_feed_forwards(bundle: Bundle) -> None:
 
 
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:
-    """The pieces that measure and don't train: the last ones, at least one and never all.
+    """The pieces used only for measuring: the last ones, at least one and never all.
 
     Raises UsageError if the text is too short.
     """
@@ -72,7 +74,7 @@ def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> 
 def copy_bundle(bundle: Bundle, output: Path) -> None:
     """Make the new folder `output` with the bundle's files and its undamaged sidecars.
 
-    Files are linked where they can be, else copied. Raises UsageError if the folder exists.
+    Files are linked if possible, otherwise copied. Raises UsageError if the folder exists.
     """
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; choose a new folder, or leave --output out to add to the bundle")
@@ -91,8 +93,9 @@ def copy_bundle(bundle: Bundle, output: Path) -> None:
 def copied_bundle(bundle: Bundle, output: Path) -> Iterator[Path]:
     """A context with a copy of the bundle in a partial folder, which gets the name `output` at the end.
 
-    If the context raises, the copy is deleted; if it is killed, `output` doesn't exist. The copy has the
-    bundle's documents at the end. Raises UsageError and OndeviceError as a conversion to `output` does.
+    If the context raises, the copy is deleted. If the process is killed, `output` doesn't exist. At the end
+    the copy gets the bundle's documents. Raises UsageError and OndeviceError as a conversion to `output`
+    does.
     """
     with closing(OutputFolder(output)) as folder:
         # An unfinished copy is of no use: claiming the folder deletes it.
@@ -122,7 +125,7 @@ def write_tensors(
 ) -> tuple[str, tuple[int, ...]]:
     """Write the file of tensors, durably, and return its sha256 and checksums.
 
-    arrays: each tensor's values as they are stored, in the order of `layout`. The JSON file is deleted
+    arrays: the values of each tensor in their stored form, in the order of `layout`. The JSON file is deleted
     first, so that no crash leaves one that doesn't describe the tensors.
     """
     digest = FileDigest(layout, _native.crc32c)
@@ -141,6 +144,8 @@ def write_tensors(
 
 
 def save_sidecar(sidecar: Sidecar, text: bytes, folder: Path) -> None:
-    """Write the JSON file durably. This is the last step: it makes both files part of the bundle."""
+    """Write the JSON file durably. This must be the last step, because it makes both files part of the
+    bundle.
+    """
     with disk_errors(folder, _REMEDY):
         write_durably(folder / sidecar.manifest, text)

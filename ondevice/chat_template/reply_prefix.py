@@ -19,7 +19,11 @@ class ReplyPrefix:
     thinking: str = ""
 
     def thought(self, marks: Sequence[str], is_open: bool = False) -> str:
-        """The text that precedes the reply: the thinking between its marks."""
+        """The text that precedes the reply: the thinking between its marks.
+
+        marks: the two marks of thinking; empty for a model that doesn't think.
+        is_open: whether the prompt ends with the first mark, which then isn't repeated.
+        """
         if not marks or not (self.thinking or is_open):
             return ""
         begin, end = marks

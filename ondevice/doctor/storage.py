@@ -71,7 +71,12 @@ def package_folder(folder: Path) -> Check:
 
 
 def flash(name: str, folders: Sequence[Path], files: Sequence[CheckedFile] = ()) -> Check:
-    """Measure how fast files can be read on the device that `folders` (one or more) lie on."""
+    """Measure how fast files can be read on the device that `folders` (one or more) lie on.
+
+    files: a model's neuron files. They are read if they are large enough. Otherwise a temporary file is read,
+    in the first folder that can be written and doesn't contain a model, because an app's model must not
+    change. Raises FlashReadError.
+    """
     if sum(file.nbytes for file in files) >= SAMPLE_BYTES:
         return _measured(name, folders[0], files, "the model's own files")
     refusals = []

@@ -180,7 +180,10 @@ def profile(
 
 
 def firing_of(gates: Sequence[Float32], lengths: Sequence[int]) -> Firing:
-    """How neurons fire, computed from the gates (T, F) of each layer."""
+    """How neurons fire, computed from the gates (T, F) of each layer.
+
+    lengths: number of tokens of each piece of the text, T in all. At least one piece has two or more.
+    """
     spans = min(SPANS, max(lengths))
     ends = np.cumsum(lengths).tolist()
     ranges = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]

@@ -26,6 +26,9 @@ class RecurrentStates:
 
     A pass reads these and either writes the next states, which `advance` takes, or runs ahead: it only stores
     its inputs.
+
+    allocate, release: functions for buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in
+    `SequenceState`. memory: how buffers are read and written; by default they are the allocator's bytes.
     """
 
     def __init__(

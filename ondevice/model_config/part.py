@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 class ModelPart:
     """Which layers of a model a config describes: those from `first` on, out of `layers`. Also facts about
     the other layers.
+
+    Args:
+        first: index in the model of the config's first layer.
+        layers: number of the model's layers; 0: as many as the config has.
+        embeds: whether the weights before the first layer are there: the embedding table, learned positions,
+            per-layer inputs of all layers, and those that spread residual streams.
+        heads: whether the weights after the last layer are there: the output head, and those that gather
+            residual streams.
+        experts: the model's experts, if any layer has some.
+        widths: number of neurons of each of the model's layers, if they differ; else empty. They decide how
+            neurons are summed in segments.
+        cutoffs: whether gates of some of the model's layers have a statistical cutoff.
+        states: floats of all layers' recurrent states, floats of a token's keys and values in all layers, and
+            key heads in all layers, which decide where checkpoints are; empty without recurrent layers.
     """
 
     first: int = 0

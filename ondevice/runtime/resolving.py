@@ -395,6 +395,8 @@ class _Planner:
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
         """The model with this context, in the modes it prefers, or in those that need the smallest budget if
         none fits.
+
+        wanted: the default context, if this one is shorter.
         """
         return self._in_chunks(prompt_chunk(self.bundle.config, self.runtime), max_context, wanted)
 
@@ -556,6 +558,8 @@ def _preferred(possible: Sequence[ResolvedModel]) -> int:
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
     """Check a prompt. Raises the UsageError or ContextOverflowError that `generate` would raise after
     loading.
+
+    wanted: number of tokens that must fit after these.
     """
     try:
         check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)

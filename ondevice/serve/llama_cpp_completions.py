@@ -405,7 +405,10 @@ def _prompt_ids(fields: Fields, prompt: Any, loaded: ServedModel) -> list[int]:
 
 
 def _take_gap(fields: Fields, loaded: ServedModel, most_tokens: int) -> tuple[int, ...]:
-    """The token ids of a prompt to fill the gap between `input_prefix` plus `prompt`, and `input_suffix`."""
+    """The token ids of a prompt to fill the gap between `input_prefix` plus `prompt`, and `input_suffix`.
+
+    `prompt` is an editor's line up to the cursor.
+    """
     prefix, suffix = fields.text("input_prefix", "") or "", fields.text("input_suffix", "") or ""
     prefix += fields.text("prompt", "") or ""
     files = [_file(each) for each in fields.objects("input_extra")] if fields.peek("input_extra") else []

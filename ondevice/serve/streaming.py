@@ -97,7 +97,11 @@ class PromptReading:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The bytes that a dialect sends between the parts of a stream."""
+    """The bytes that a dialect sends between the parts of a stream.
+
+    ping: sent after PING_SECONDS of silence. error: the last part of a stream that fails. progress: sent at
+    every step of reading, if the client asks for it.
+    """
 
     ping: Callable[[PromptReading], bytes]
     error: Callable[[RequestError], bytes]

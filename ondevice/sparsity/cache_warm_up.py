@@ -16,7 +16,15 @@ from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 
 class CacheWarmUp:
-    """Fills spare slots of `cache`, one layer per pass, layer after layer."""
+    """Fills spare slots of `cache`, one layer per pass, layer after layer.
+
+    Args:
+        layers: the model's layers, in order.
+        reader: opened over the bundle's files.
+        cache: the cache to fill.
+        parts: the parts of each record that are read.
+        pass_bytes: most bytes read per pass, or per step while the model is idle.
+    """
 
     def __init__(
         self,

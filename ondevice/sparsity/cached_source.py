@@ -12,7 +12,12 @@ from ondevice.stats import PassTimes
 
 
 class CachedSource(NeuronSource):
-    """Provides the neurons of a model's layers from a cache, which it owns."""
+    """Provides the neurons of a model's layers from a cache, which it owns.
+
+    Args:
+        layers: the model's layers, in order; each gets this object as its `neurons`.
+        cache: owned by this object from now on.
+    """
 
     def __init__(self, layers: Sequence[FeedForwardLayer], cache: NeuronCache) -> None:
         self._layers = layers

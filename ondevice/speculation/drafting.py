@@ -130,9 +130,10 @@ class Drafting:
         text.end()
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[Draft | Cancelled]:
-        """The drafts of a pass, one per request, of at most `max_nodes` nodes together or one node each.
+        """The drafts of a pass, one per request. Together they have at most `max_nodes` nodes, or one node
+        each.
 
-        Each is set as its text's `draft`, too. A drafter that fails disables drafting. A text whose
+        Each also becomes the `draft` of its text. A drafter that fails disables drafting. A text whose
         `cancelled()` turns True meanwhile gets Cancelled instead of a draft.
         """
         texts = [it.text for it in requests if it.text is not None]
@@ -213,7 +214,9 @@ class Drafting:
     def _grown(
         self, requests: Sequence[DraftRequest], draft_pass: DraftPass, limit: int
     ) -> list[Draft | Cancelled]:
-        """Drafts of at most `limit` nodes together. Raises what a drafter raises, except Cancelled."""
+        """The drafts of a pass, with at most `limit` nodes together. Raises what a drafter raises, except
+        Cancelled.
+        """
         policy, gone = self._state.policy, dict[int, Cancelled]()
         roots = [self._root(at, one, limit - len(requests) + 1, gone) for at, one in enumerate(requests)]
         texts = [one.text for one in requests if one.text is not None]
@@ -245,7 +248,9 @@ class Drafting:
         return [gone.get(at, draft) for at, draft in enumerate(drafts)]
 
     def _root(self, at: int, request: DraftRequest, most: int, gone: dict[int, Cancelled]) -> Root:
-        """The root of request `at`. gone: gets the Cancelled of a cancelled text, by request."""
+        """The root of request `at`. gone: a cancelled text's Cancelled is added to it, by the request's
+        index.
+        """
         # A draft takes no more blocks of keys and values than the root alone.
         nodes = min(most, request.max_nodes, max(1, request.kv.room - request.kv.length))
         text, cancelled = request.text, request.cancelled or never_cancelled
@@ -275,7 +280,7 @@ class Drafting:
     def _with_streams(
         self, drafts: list[Draft | Cancelled], requests: Sequence[DraftRequest]
     ) -> list[Draft | Cancelled]:
-        """The drafts. A draft alone in its pass gets streams there, for the next draft."""
+        """The drafts. If a pass has only one draft, it gets streams, which will make the next draft."""
         policy, text, (draft, *others) = self._state.policy, requests[0].text, drafts
         if text is not None and isinstance(draft, Draft) and not others and not policy.is_backing_off:
             text.streamed = text.drafter.streamed(draft, policy.row_share)
@@ -292,12 +297,14 @@ class Drafting:
 
     @property
     def _decision(self) -> str:
-        """The `decision` of `DraftStats`."""
+        """The sentence for `DraftStats.decision`."""
         return f"no drafts: {self._failure}" if self._failure else self._state.decision
 
 
 class DraftingState:
-    """The policy of passes over one number of texts, and whether drafting is disabled in them."""
+    """The policy for passes over a given number of texts, and whether drafting is disabled in
+    these passes.
+    """
 
     def __init__(self, policy: TreePolicy, min_pass_seconds: float) -> None:
         self.policy = policy
@@ -307,7 +314,7 @@ class DraftingState:
         """Passes until the next timed one while disabled."""
 
     def record(self, draft_pass: DraftPass) -> None:
-        """Record the time of a pass; while disabled, only of one in TIMED_EVERY."""
+        """Record the time of a pass. While drafting is disabled, only one pass in TIMED_EVERY is recorded."""
         if self.disabled:
             if self._untimed:
                 self._untimed -= 1
@@ -319,7 +326,7 @@ class DraftingState:
         self.disabled = self.policy.plain_seconds < self._min_pass_seconds
 
     def disable(self) -> None:
-        """Disable drafting for good."""
+        """Disable drafting for ever."""
         self.disabled, self._min_pass_seconds = True, math.inf
 
     @property

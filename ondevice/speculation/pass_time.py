@@ -18,13 +18,14 @@ Without such changes, text is up to 13 % slower after a change; with 2, up to 25
 
 
 class PassTime:
-    """Decayed least squares of seconds on draft tokens: `plain_seconds + node_seconds * (nodes - texts)`.
+    """The line `plain_seconds + node_seconds * (nodes - texts)`, fitted by decayed least squares to the
+    seconds of passes.
 
     While all passes have the same size, the slope can't be measured and stays as it is. It begins at 0.
     """
 
     def __init__(self, texts: int = 1) -> None:
-        """texts: that share the passes. Each has a node that is no draft token."""
+        """texts: number of texts that share the passes. Each has one node that is no draft token."""
         self._texts = texts
         self.plain_seconds = 0.0
         self.node_seconds = 0.0
@@ -40,7 +41,9 @@ class PassTime:
         return self.plain_seconds + self.node_seconds * (nodes - self._texts)
 
     def record(self, nodes: int, seconds: float) -> float:
-        """Record a pass over `nodes` nodes, roots included, in `seconds`. Returns the seconds that count."""
+        """Record a pass over `nodes` nodes, including roots, in `seconds`. Returns the seconds that are
+        counted.
+        """
         self._rescale(nodes, seconds)
         expected = self.seconds(nodes)
         if expected > 0:
@@ -63,7 +66,7 @@ class PassTime:
         return seconds
 
     def _rescale(self, nodes: int, seconds: float) -> None:
-        """Scale the whole line once IN_A_ROW passes took far longer, or far less, than expected."""
+        """Scale the line if the last IN_A_ROW passes all took far longer, or far less, than expected."""
         self.scale = 1.0
         expected = self.seconds(nodes)
         ratio = seconds / expected if expected > 0 else 1.0

@@ -1,7 +1,8 @@
-"""Sizes drafts for the most expected tokens per second of all texts, by the time of recent passes.
+"""Chooses the sizes of drafts so that all texts together get the most tokens per second, judged by recent
+passes.
 
-A node is added while its expected tokens outweigh its time. The drafter is asked while they outweigh the time
-of asking, too. `BackOff` decides whether to draft at all.
+A node is added as long as the tokens expected from it are worth its time. The drafter is called as long as
+they are also worth the time of the call. `BackOff` decides whether to draft at all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CALIBRATION_PRIOR = 8.0
 
 
 class TreePolicy:
-    """Decides the drafts of one model's passes over one number of texts.
+    """Decides how large drafts are, in passes of one model over a given number of texts.
 
     The drafts of a pass count as one: the likeliest node of any text is added, as long as that gives all
     texts together more tokens per second.
@@ -54,7 +55,7 @@ class TreePolicy:
     def __init__(self, max_nodes: int, texts: int = 1) -> None:
         """max_nodes: most nodes of a pass for which there is scratch memory, roots included.
 
-        texts: that share the passes.
+        texts: number of texts that share the passes.
         """
         self._max_nodes = max_nodes
         self._texts = texts
@@ -93,7 +94,7 @@ class TreePolicy:
 
     @property
     def row_share(self) -> float:
-        """Computing time that another row adds to a pass, as a share of a plain pass."""
+        """The computing time that one more row adds to a pass, as a share of a plain pass."""
         plain = self._pass_time.plain_seconds
         return min(MAX_ROW_SHARE, self._pass_time.node_seconds / plain) if plain else 0.0
 
@@ -104,12 +105,12 @@ class TreePolicy:
 
     @property
     def is_throttling(self) -> bool:
-        """Whether looking for draft tokens has lately not paid."""
+        """Whether looking for draft tokens hasn't paid recently."""
         return self.is_backing_off or self._gain < 1
 
     @property
     def decision(self) -> str:
-        """A sentence that tells whether drafts are made, and why."""
+        """A sentence on whether drafts are made, and why."""
         plain = self._pass_time.plain_seconds
         if not self._drafts:
             return "no drafts: no draft token was likely enough" if plain else "no drafts: no pass was timed"
@@ -125,7 +126,7 @@ class TreePolicy:
         return f"drafts of {self._mean_nodes / self._texts:.1f} tokens; {cost}"
 
     def throttle(self) -> bool:
-        """Whether the next pass goes without looking for draft tokens, and isn't recorded."""
+        """Whether the next pass runs without looking for draft tokens. Such a pass isn't recorded."""
         if not self.is_throttling:
             return False
         self._throttled += 1
@@ -138,7 +139,7 @@ class TreePolicy:
         return True
 
     def begin(self) -> int:
-        """Begin a pass. Returns its maximum nodes, roots included."""
+        """Begin a pass. Returns the most nodes that it may have, including roots."""
         self._expected = float(self._texts)
         self._claims = 0.0
         self._drafting_seconds = 0.0
@@ -161,21 +162,24 @@ class TreePolicy:
         return True
 
     def is_worth_asking(self, nodes: int, chance: float) -> bool:
-        """Whether to ask the drafter what follows a node, reached with probability `chance`.
+        """Whether the drafter should be called for a node that is reached with probability `chance`.
 
-        nodes: of the pass so far.
+        nodes: number of nodes in the pass so far.
         """
         return self._may_take(self._propose_seconds, nodes, chance)
 
     def is_worth_computing(self, nodes: int, chance: float) -> bool:
-        """Whether the drafter should run a forward pass for a token that is reached with `chance` more.
+        """Whether the drafter should run a forward pass, which would add `chance` to the probability of
+        reaching a further token.
 
-        nodes: of the pass so far.
+        nodes: number of nodes in the pass so far.
         """
         return self._may_take(self._compute_seconds, nodes, chance)
 
     def _may_take(self, seconds: float, nodes: int, chance: float) -> bool:
-        """Whether `seconds` of drafting pay for a node reached with `chance`. Then they count as spent."""
+        """Whether `seconds` of drafting pay for a node that is reached with `chance`. If so, they count as
+        spent.
+        """
         if not self._pays(nodes, chance, self._pass_time.node_seconds + seconds):
             return False
         self._drafting_seconds += seconds
@@ -193,7 +197,7 @@ class TreePolicy:
             self._compute_seconds += weight * (seconds / passes - self._compute_seconds)
 
     def record(self, nodes: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
-        """Record a pass over `nodes` nodes, which gave `tokens` tokens, of all texts.
+        """Record a pass over `nodes` nodes, which gave all texts together `tokens` tokens.
 
         seconds: time of the pass, including the drawing of tokens and `drafting_seconds`.
         drafting_seconds: time of the drafter.
@@ -221,11 +225,13 @@ class TreePolicy:
 
     @property
     def _calibration(self) -> float:
-        """Factor by which draft tokens are likelier than the drafter's chances say."""
+        """How many times likelier draft tokens are than the drafter's chances say."""
         return (self._accepted + 1) / (self._claimed + 1)
 
     def _pays(self, nodes: int, chance: float, more_seconds: float) -> bool:
-        """Whether a draft token with probability `chance` is worth `more_seconds` on a draft of `nodes`."""
+        """Whether a draft token with probability `chance` is worth `more_seconds`, added to a draft of
+        `nodes` nodes.
+        """
         if self._remeasures:
             return True
         seconds = self._pass_time.seconds(nodes) + self._drafting_seconds

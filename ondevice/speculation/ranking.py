@@ -1,8 +1,8 @@
 """Chooses draft tokens by a drafter's logits: the tokens that the target is likely to draw.
 
 Greedy decoding takes the likeliest token, so candidates are ranked by probability. Sampling adds noise that
-is keyed by position and so known ahead. A drafter that adds the same noise proposes the token that the target
-draws wherever their logits agree (Gumbel-max coupling).
+depends only on the position, and is therefore known in advance. A drafter that adds the same noise proposes
+the token that the target draws, if their logits agree (Gumbel-max coupling).
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Ranking:
-    """One drafter's candidates, and the acceptance rate of each rank and lead."""
+    """Ranks the candidates of one drafter, and measures how often each rank and each lead is accepted."""
 
     def __init__(self, max_candidates: int = MAX_CANDIDATES, tokens: TokenIds | None = None) -> None:
-        """tokens: ascending ids of the logits' tokens, the only candidates; None: the whole vocabulary."""
+        """tokens: ascending ids of the tokens that the logits are for, which are the only candidates; None:
+        the complete vocabulary.
+        """
         self._max_candidates = max_candidates
         self._tokens = tokens
         self._sampling = SamplingConfig()
@@ -55,7 +57,7 @@ class Ranking:
 
         Chances are the drafter's probabilities in greedy decoding, and measured acceptance rates in sampling.
 
-        logits: (V,) the drafter's, or (n,) of `tokens`. history: the ids before `position`, for penalties.
+        logits: the drafter's, (V,), or (n,) for `tokens`. history: the ids before `position`, for penalties.
         """
         ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
@@ -65,7 +67,9 @@ class Ranking:
         return [(token, rate.value) for token, rate in zip(ids.tolist(), rates, strict=False)]
 
     def judge(self, logits: Float32, position: int, token: int, history: Sequence[int] = ()) -> None:
-        """Update acceptance rates: `token` was drawn at `position`. Other arguments are as in `rank`."""
+        """Update acceptance rates with `token`, which was drawn at `position`. The other arguments are as in
+        `rank`.
+        """
         if self._sampling.temperature == 0.0:
             return
         ids, scores, _ = self._scores(logits, position, history)
@@ -75,7 +79,7 @@ class Ranking:
     def _scores(
         self, logits: Float32, position: int, history: Sequence[int]
     ) -> tuple[TokenIds, Float32, float]:
-        """The best tokens' ids with their scores, best first, and the logits' log-sum-exp."""
+        """The ids and the scores of the best tokens, best first, and the log-sum-exp of the logits."""
         sampling = self._sampling
         penalised = sampling.penalises and len(history)
         if sampling.temperature == 0.0 and not penalised:
@@ -106,7 +110,8 @@ class Ranking:
 
 
 def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:
-    """The `count` largest of values (V,), or all, largest first, ties to the lower index.
+    """The `count` largest of values (V,), or all, largest first. Of equal values, the one with the lower
+    index comes first.
 
     Returns their indices, the values themselves, and the logarithm of the sum of exp(value) over all of V.
     """
@@ -117,6 +122,6 @@ def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:
 
 
 def _lead_bin(scores: Float32) -> int:
-    """The bin of LEADS that holds the first score's lead over the second."""
+    """The index in LEADS of the range that contains the first score's lead over the second."""
     lead = scores[0] - scores[1] if len(scores) > 1 else np.inf
     return sum(lead >= limit for limit in LEADS)

@@ -1,4 +1,4 @@
-"""Drafters by the name of `--speculation`: their needs, their memory, and how they are made."""
+"""The drafters by their name in `--speculation`: what they need, their memory, and how they are made."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Needs = Literal["nothing", "streams", "ngrams", "draft model"] | DraftLayerKind
 class Target:
     """The model that drafts are for.
 
-    max_rows: most rows of a pass with streams that all have the bits of rows alone; 0: passes with drafts
-    have no streams. is_partial: whether every token needs all neurons, some of them from flash.
+    max_rows: most rows of a pass with streams in which each row has the same bits as alone; 0: passes with
+    drafts have no streams. is_partial: whether every token needs all neurons, and some of them are on flash.
     """
 
     config: ModelConfig
@@ -58,8 +58,8 @@ class Target:
 class DrafterKind:
     """An entry of DRAFTERS.
 
-    nbytes: most bytes of the drafter, given (config, context, nodes). spawned_nbytes: most bytes of each one
-    that it spawns (`Drafter.spawn`), given the same; 0 where it can't.
+    nbytes: most bytes of the drafter, given (config, context, nodes). spawned_nbytes: most bytes of each
+    further drafter that it spawns (`Drafter.spawn`), given the same; 0 if it can't spawn any.
     """
 
     needs: Needs
@@ -69,8 +69,11 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of the text, of all streams' logits twice, and of hidden states: nodes, their streams' initial
-    states, and streams that ran in the pass."""
+    """Bytes of drafting with streams: the text, all streams' logits twice, and hidden states.
+
+    The hidden states are those of nodes, of their streams' initial states, and of streams that ran in the
+    pass.
+    """
     rows = (nodes * (1 + MAX_STREAMS) + STREAM_ROWS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
@@ -80,12 +83,14 @@ def _nothing(config: ModelConfig, context: int, nodes: int) -> int:
 
 
 def _resident_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of the text, and of logits."""
+    """Bytes of drafting with the weights in memory: the text, and logits."""
     return 8 * context + 2 * 4 * config.vocab_size
 
 
 def _model_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of each node's logits and the tables of shared tokens, or of the search for these tokens."""
+    """Bytes of drafting with a second model: each node's logits and the tables of shared tokens, or the
+    search for these tokens.
+    """
     return max(4 * nodes + TABLE_BYTES, FINDING_BYTES) * config.vocab_size
 
 
@@ -153,7 +158,9 @@ DRAFTERS: dict[str, DrafterKind] = {
 
 
 def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int, texts: int = 1) -> int:
-    """Most bytes that the drafter `name` takes for `texts` texts at once; 0 if `name` isn't a drafter's."""
+    """The most bytes that the drafter `name` takes for `texts` texts at once; 0 if there is no drafter of
+    this name.
+    """
     if name not in DRAFTERS:
         return 0
     kind = DRAFTERS[name]
@@ -162,12 +169,12 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: i
 
 
 def is_drafter(name: str) -> bool:
-    """Whether `name`, an option of `--speculation`, is a drafter."""
+    """Whether `name`, a value of `--speculation`, names a drafter."""
     return name in DRAFTERS
 
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
-    """Whether a model's streams are loaded: they draft, or are part of the model itself."""
+    """Whether a model's streams are loaded: either to draft, or because they are part of the model."""
     return drafts_with_streams(name, streams) or (streams is not None and streams.mode == "shared")
 
 
@@ -182,9 +189,9 @@ def drafts_with_ngrams(name: str, ngrams: Ngrams | None) -> bool:
 
 
 def used_draft_layer(name: str, layers: Mapping[str, DraftLayer]) -> DraftLayer | None:
-    """The draft layer of the drafter `name`; that of `auto` is the first.
+    """The draft layer that the drafter `name` uses; `auto` uses the first.
 
-    layers: those that a bundle has, as `Bundle.draft_layers`.
+    layers: the draft layers of a bundle, as in `Bundle.draft_layers`.
     """
     return next(iter(layers.values()), None) if name == "auto" else layers.get(name)
 
@@ -202,7 +209,7 @@ def needs(name: str) -> Needs:
 
 
 def make_drafter(name: str, target: Target) -> Drafter | None:
-    """A new drafter for `target`; None if `name` isn't a drafter's, such as `off`."""
+    """A new drafter for `target`; None if `name`, such as `off`, names no drafter."""
     return DRAFTERS[name].make(target) if name in DRAFTERS else None
 
 

@@ -1,4 +1,4 @@
-"""Draft trees, grown where acceptance is likeliest.
+"""Draft trees, which grow where acceptance is likeliest.
 
 "SpecExec" (arXiv 2406.02532) grows trees the same way. Verification is exact for any tree: a draft affects
 how many tokens a forward pass gives, never which.
@@ -60,7 +60,7 @@ class Draft:
         return likeliest
 
     def likely_path(self, node: int, max_nodes: int) -> list[int]:
-        """`node` and the nodes after it that are likely to be accepted if it is."""
+        """The nodes from `node` on that are likely to be accepted if `node` is, including `node`."""
         path = [node]
         while len(path) < max_nodes and (child := self._likeliest.get(path[-1])) is not None:
             if self.chances[child] < LIKELY_SHARE * self.chances[path[-1]]:
@@ -69,12 +69,12 @@ class Draft:
         return path
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` with `token`, or None."""
+        """The child of `node` that has `token`; None without one."""
         return self._children.get((node, token)) if len(self.tokens) > 1 else None
 
 
 def plain(token: int) -> Draft:
-    """A draft without draft tokens: a pass of plain decoding."""
+    """A draft that has only a root, as in plain decoding."""
     return Draft((token,), (-1,))
 
 
@@ -84,12 +84,12 @@ class Root:
 
     Args:
         token: the text's last token.
-        propose: returns tokens that may follow `token` and a path of draft tokens. Called for a path once no
+        propose: returns tokens that may follow `token` and a path of draft tokens. Called for a path when no
             draft has a likelier token left.
         max_nodes: most nodes of the draft, root included.
         max_depth: most draft tokens on a path.
-        compute: like propose, and slow.
-        computed_chance: chance of compute's likeliest token where no proposed token comes.
+        compute: like propose, but slow.
+        computed_chance: chance that compute's likeliest token comes, and no proposed one.
     """
 
     token: int
@@ -101,7 +101,7 @@ class Root:
 
 
 class _Growing:
-    """A growing draft."""
+    """A draft that is still growing."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -110,7 +110,7 @@ class _Growing:
         self._places = set[tuple[int, int]]()
 
     def has(self, token: int, parent: int) -> bool:
-        """Whether `token` is there after `parent`: two questions may give the same token."""
+        """Whether `token` is already a child of `parent`; propose and compute may both return it."""
         return (parent, token) in self._places
 
     def add(self, token: int, parent: int, chance: float) -> None:
@@ -142,10 +142,10 @@ def grow(
         roots: of different texts.
         is_worth_adding: whether to add a node that is reached with that chance. False ends all drafts.
         max_nodes: most nodes of all drafts, roots included.
-        is_worth_asking: whether to ask what follows a node that is reached with that chance.
+        is_worth_asking: whether to call `propose` for a node that is reached with that chance.
         branches: whether a node may have several children.
-        is_worth_computing: whether to compute what follows a node, which adds that chance to what proposals
-            gave.
+        is_worth_computing: whether to compute what follows a node, if that adds this chance to the
+            proposals'.
     """
     growing = [_Growing(root) for root in roots]
     # Chance, negated, draft, parent, rank among its proposals, token. A node's own chance bounds its

@@ -8,13 +8,13 @@ from ondevice.speculation.tree import Draft
 
 
 def verify(draft: Draft, draw: Callable[[int], int | None]) -> list[int]:
-    """The path of `draft` that the text takes, root first.
+    """The accepted path of `draft`, root first.
 
-    draw(node): draws the target's own token after `node`, as plain decoding draws it; None if the text ends.
-        Called once for each node of the path, in order. Its token is the text's next.
+    draw(node): draws the token after `node` from the target, as plain decoding does; None if the text ends.
+    Called once for each node of the path, in order. The token that it returns is the text's next token.
 
-    The path ends at a node without a child of that token, which is then the next pass's root. The noise is
-    keyed by seed and position, so the tokens are those of plain decoding, for any tree.
+    The path ends at a node that has no child with the drawn token. This token is then the root of the next
+    pass. Noise depends only on seed and position, so the tokens are those of plain decoding, for any tree.
     """
     path = [0]
     while (token := draw(path[-1])) is not None and (child := draft.child(path[-1], token)) is not None:

@@ -46,11 +46,11 @@ def import_library(kind: str) -> None:
 
 
 def loading_bytes(kind: str, parts: Iterable[bytes]) -> int:
-    """Upper bound of the bytes that `load_tokenizer` takes for a file, the file included.
+    """An upper bound of the bytes that `load_tokenizer` takes for a file, including the file.
 
-    parts: the file's bytes. The bound counts characters of which every item in memory needs one: 330 to 420
-    bytes per entry of a JSON vocabulary, 92 to 182 per merge, 110 per character of added tokens, and 200 to
-    340 per piece of sentencepiece (its encoding begins with the byte of a line feed).
+    parts: the file's bytes. The bound counts characters in the file that occur once for each item in memory.
+    An entry of a JSON vocabulary takes 330 to 420 bytes, a merge 92 to 182, a character of added tokens 110,
+    and a piece of sentencepiece, which begins with the byte of a line feed, 200 to 340.
     """
     size = keys = commas = line_feeds = 0
     start = b""
@@ -105,7 +105,7 @@ def load_tokenizer(
 def _class_of(
     kind: str, data: bytes
 ) -> type[BytePairTokenizer | PieceTableTokenizer | SentencePieceTokenizer | HuggingFaceTokenizer]:
-    """The class for a file of a kind of tokenizer, imported only when it is needed."""
+    """The class that reads a file of this kind. It is imported only now."""
     if kind == "byte_pairs":
         from ondevice.tokenizer.byte_pairs import BytePairTokenizer, merges_characters
 

@@ -38,7 +38,7 @@ _NO_LIMIT = 1 << 31
 
 
 class Spelling(Protocol):
-    """What a decoder needs: the bytes that each token adds to a text."""
+    """What a decoder needs of a tokenizer: the bytes that each token adds to a text."""
 
     @property
     def leading_space(self) -> LeadingSpace:
@@ -52,11 +52,11 @@ class Spelling(Protocol):
 
 
 class Tokenizer(Spelling, Protocol):
-    """A tokenizer as the rest of the runtime uses it."""
+    """A tokenizer in the form that the rest of the runtime uses."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows. A model may have more rows, which decode to nothing."""
+        """Number of ids that the tokenizer knows. A model may have more rows; their ids decode to nothing."""
 
     @property
     def bos_id(self) -> int | None:
@@ -68,7 +68,7 @@ class Tokenizer(Spelling, Protocol):
 
     @property
     def add_bos(self) -> bool:
-        """Whether `encode` begins with `bos_id` unless told otherwise."""
+        """Whether `encode` begins with `bos_id` by default."""
 
     def encode(
         self,
@@ -81,13 +81,13 @@ class Tokenizer(Spelling, Protocol):
     ) -> list[int]:
         """Ids of `text`.
 
-        add_bos: whether `bos_id` comes first; None: as the property `add_bos` says. A text that begins with
-            its name gets no second one, where special tokens are read.
+        add_bos: whether `bos_id` comes first; None: as the property `add_bos` says. If special tokens are
+            read, a text that begins with the name of `bos_id` gets no second one.
         special: whether special tokens' names in the text become those tokens.
         at_start: False for a text that follows other tokens; it then gets no space at its start, unless the
             tokenizer puts one before every word.
-        most: number of ids that the caller can use. Of a longer text, a few more ids are returned and the
-            rest isn't encoded.
+        most: number of ids that the caller can use. For a longer text, a few more ids are returned, and the
+            remaining text isn't encoded.
         """
 
     def encode_parts(
@@ -95,7 +95,7 @@ class Tokenizer(Spelling, Protocol):
     ) -> Iterator[list[int]]:
         """Yields the ids of the text in `parts`, a few at a time as parts arrive, without `bos_id`.
 
-        Neither memory nor the time to the next ids grows with the text. Arguments as of `encode`.
+        Neither memory nor the time to the next ids grows with the text. Arguments are as in `encode`.
         """
 
     def encode_within(
@@ -107,12 +107,12 @@ class Tokenizer(Spelling, Protocol):
         at_start: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """`encode` of the text in `parts`; no more parts are read than needed."""
+        """The ids of the text in `parts`, as from `encode`. No more parts are read than needed."""
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
-        """Text of `ids`, without special tokens and with invalid UTF-8 replaced by U+FFFD.
+        """The text of `ids`, without special tokens, and with invalid UTF-8 replaced by U+FFFD.
 
-        at_start: False for ids that continue a text, to keep a leading space.
+        at_start: False for ids that continue a text, which then keeps a leading space.
         """
 
     def piece(self, token: int) -> str:
@@ -127,13 +127,15 @@ class Tokenizer(Spelling, Protocol):
 
     @property
     def special_pattern(self) -> re.Pattern[str]:
-        """Matches special tokens' names in a text; at one place, the longest."""
+        """A pattern that matches names of special tokens in a text. If several match at one place, the
+        longest counts.
+        """
 
 
 class StreamingDetokenizer:
     """Turns tokens into text one by one, in whole characters.
 
-    The texts from `add`, followed by that from `finish`, equal `decode` of all tokens.
+    The texts that `add` returns, followed by that of `finish`, equal `decode` of all tokens.
     """
 
     def __init__(self, tokenizer: Spelling, *, at_start: bool = True) -> None:
@@ -154,12 +156,12 @@ class StreamingDetokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """U+FFFD if the text ends inside a character, else nothing."""
+        """U+FFFD if the text ends inside a character, otherwise an empty text."""
         return self._decoder.decode(b"", final=True)
 
 
 class Vocabulary(ABC):
-    """Base of every tokenizer: ids at the ends of a text, limits, decoding."""
+    """The base class of all tokenizers: ids at the ends of a text, limits, decoding."""
 
     leading_space: LeadingSpace
     special_tokens: Mapping[str, int]
@@ -177,7 +179,9 @@ class Vocabulary(ABC):
         self._model_rows = _NO_LIMIT
 
     def check_vocabulary(self, rows: int) -> None:
-        """Raises BundleError if the tokenizer has ids that a model of `rows` embedding rows lacks."""
+        """Check the ids. Raises BundleError if the tokenizer has ids for which a model of `rows` embedding
+        rows has no row.
+        """
         highest = max((self.vocab_size - 1, *self._ends))
         if highest >= rows:
             raise BundleError(
@@ -246,7 +250,7 @@ class Vocabulary(ABC):
         return "".join(stream.add(self._known(token)) for token in ids) + stream.finish()
 
     def _known(self, token: int) -> int:
-        """The token, if the model has it. Raises UsageError if it doesn't."""
+        """The token, checked. Raises UsageError if the model doesn't have it."""
         try:
             known = index(token)
         except TypeError as error:
@@ -275,7 +279,7 @@ class Vocabulary(ABC):
         """Whether `text` is short enough to be encoded at once."""
 
     def _is_space(self, character: str) -> bool:
-        """Whether a piece of a long text may begin with `character`, as white space."""
+        """Whether `character` counts as white space, with which a piece of a long text may begin."""
         return character.isspace()
 
     @cached_property
@@ -291,7 +295,7 @@ class Vocabulary(ABC):
 
 
 def byte_of(piece: str) -> bytes:
-    """The byte of a piece named like `<0x0A>`; empty for any other piece."""
+    """The byte that a piece named like `<0x0A>` stands for; empty for any other piece."""
     match = _BYTE_PIECE.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else b""
 
@@ -309,5 +313,5 @@ def valid_unicode(text: str) -> str:
 
 
 def library_errors(file: str) -> LibraryErrors:
-    """A context in which what a tokenizer library raises on a bad file is a BundleError."""
+    """A context that turns a tokenizer library's error about a bad file into BundleError."""
     return LibraryErrors(lambda message: BundleError(f"{file} can't be used: {message[:300]}"))

@@ -1,9 +1,9 @@
-"""`tokenizer.bin`: byte-level BPE as a table that native code reads where it lies in memory.
+"""`tokenizer.bin`: byte-level BPE as a table, which native code reads without copying it.
 
 `piece_table.py` is for tables of characters.
 
-`convert` writes it for a `tokenizer.json` whose rules the native code has. It encodes and decodes as the
-`tokenizers` library does, in a tenth of the memory.
+`convert` writes it for a `tokenizer.json` whose rules the native code implements. It encodes and decodes as
+the `tokenizers` library does, in a tenth of the memory.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class BytePairTokenizer(Vocabulary):
 
 
 def merges_characters(start: bytes) -> bool:
-    """Whether the table with these first bytes is one of characters."""
+    """Whether a table merges characters instead of bytes. start: the first bytes of its file."""
     return len(start) >= HEADER.size and HEADER.unpack_from(start)[2] == CHARACTERS
 
 
 def table_bytes(start: bytes) -> int:
-    """Upper bound of the bytes that reading a table takes in addition to its file.
+    """An upper bound of the bytes that reading a table takes in addition to the table's file.
 
     start: the file's first bytes. The pattern of special tokens' names takes 100 times their length, and each
     name 350 bytes; the tokens of characters take 256 KiB.
@@ -137,9 +137,9 @@ def table_bytes(start: bytes) -> int:
 
 
 def composed(text: str) -> str:
-    """`text` in Unicode's form C as the `tokenizers` library makes it, whatever Unicode version Python has.
+    """`text` in Unicode's form C, as the `tokenizers` library makes it, whatever Unicode version Python has.
 
-    Characters newer than Unicode 9 keep their places.
+    Characters newer than Unicode 9 aren't reordered.
     """
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return text

@@ -1,8 +1,8 @@
 """Cuts a text into pieces that are encoded one by one, so that memory and time per piece are bounded.
 
 The cuts depend only on the text. A piece ends before white space that follows a letter, if possible: no
-tokenizer that splits words has a token across that place. Else it ends before punctuation that follows a
-letter, else where it is full. Texts of up to `MAX_PIECE_CHARS` characters aren't cut.
+tokenizer that splits words has a token across that place. Otherwise it ends before punctuation that follows a
+letter, or else where it is full. Texts of up to `MAX_PIECE_CHARS` characters aren't cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ costliest file that is accepted takes at most 3 seconds per piece."""
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a text. first: it begins the text; last: it ends the text."""
+    """A part of a text. first: whether it begins the text. last: whether it ends the text."""
 
     text: str
     first: bool
@@ -79,7 +79,7 @@ def pieces(
 def _cut(
     text: str, start: int, limit: int, unbroken: re.Pattern[str] | None, is_space: Callable[[str], bool]
 ) -> int:
-    """The end of the piece that begins at `start`: in the second half of `limit`, where possible."""
+    """The end of the piece that begins at `start`, in the second half of `limit` if possible."""
     least, most = start + max(1, limit // 2), start + limit
     for follows in (is_space, _is_punctuation):
         for end in range(most, least, -1):
@@ -93,7 +93,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) -> int:
-    """`end`, or the start of the match of `unbroken` that `end` would cut."""
+    """`end`, or if that would cut a match of `unbroken`, the start of that match."""
     if unbroken is not None:
         for match in unbroken.finditer(text, start, end + MAX_PIECE_CHARS):
             if match.start() >= end:
@@ -104,7 +104,7 @@ def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) 
 
 
 class Stopwatch:
-    """Limits the time that encoding a text takes, by the text's length."""
+    """Limits the time that encoding a text may take, in proportion to the text's length."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -112,7 +112,9 @@ class Stopwatch:
 
     @contextmanager
     def running(self, chars: int) -> Iterator[None]:
-        """Times the encoding of `chars` characters. Raises BundleError after it if that took too long."""
+        """A context that times the encoding of `chars` characters. At its end, raises BundleError if that
+        took too long.
+        """
         started = time.monotonic()
         yield
         self._seconds += time.monotonic() - started

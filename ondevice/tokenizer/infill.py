@@ -1,4 +1,6 @@
-"""Fill-in-the-middle: the tokens by which code models mark a prefix, a suffix and the middle between them."""
+"""Fill-in-the-middle: the tokens with which code models mark a prefix, a suffix and the middle
+between them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ REPOSITORY, CURRENT_FILE = "myproject", "filename"
 class _Names:
     """The marks of one family of models, by name.
 
-    middle: empty where the prefix comes last and the middle follows it. repository, file: alternatives; a
-    model has one of them or none. ends: other tokens that end a middle.
+    middle: empty if the prefix comes last, so that the middle follows without a mark. repository, file:
+    alternative names; a model has one of them or none. ends: other tokens that end a middle.
     """
 
     prefix: str
@@ -30,7 +32,7 @@ class _Names:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Names that a tokenizer must have."""
+        """The names of marks that a tokenizer of this family must have."""
         return tuple(name for name in (self.prefix, self.suffix, self.middle) if name)
 
 
@@ -75,7 +77,7 @@ _FAMILIES = (
 
 
 def has_known_marks(names: Container[str]) -> bool:
-    """Whether the names of a vocabulary's tokens include all marks of a known family."""
+    """Whether a vocabulary has all marks of a known family. names: the names of the vocabulary's tokens."""
     return any(all(name in names for name in family.marks) for family in _FAMILIES)
 
 
@@ -87,7 +89,7 @@ class _Encoder(Protocol):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """Another file of the repository, for context."""
+    """Another file of the repository, which gives the model context."""
 
     name: str
     text: str
@@ -95,9 +97,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class InfillTokens:
-    """Ids of a model's marks. repository, file: None where the model has no such mark.
+    """The ids of a model's marks. repository, file: None if the model has no such mark.
 
-    middle: None where the prefix comes last and the middle follows it.
+    middle: None if the prefix comes last, so that the middle follows without a mark.
     """
 
     prefix: int
@@ -144,8 +146,8 @@ class InfillTokens:
         Special tokens' names in any text stay plain text.
 
         files: other files, the most important one last. The first ones are left out if they don't fit.
-        most: number of ids that the caller can use, as of `encode`; the prefix and the suffix may be more.
-        reserved: how many of `most` the other files leave for the middle.
+        most: number of ids that the caller can use, as in `encode`; prefix and suffix alone may exceed it.
+        reserved: how many of `most` other files leave free for the middle.
         """
 
         def encode(text: str, *, at_start: bool = True) -> list[int]:
@@ -158,7 +160,9 @@ class InfillTokens:
         return [*begun, *self._context(encode, files, room), *gap]
 
     def _context(self, encode: _Encoder, files: Sequence[SourceFile], room: int | None) -> list[int]:
-        """Ids of the other files that fit in `room`, and of the mark and name of the file with the gap."""
+        """The ids of those other files that fit into `room`, followed by the mark and the name of the file
+        with the gap.
+        """
         if not files:
             return []
         head = [] if self.repository is None else [self.repository, *encode(f"{REPOSITORY}\n")]
@@ -180,7 +184,7 @@ class InfillTokens:
 
 
 def _lacking(tokenizer: Tokenizer) -> list[str]:
-    """Names of the marks that a tokenizer lacks, for the family of which it has most marks."""
+    """The names of missing marks, for the family of which the tokenizer has the most marks."""
 
     def lacking(names: _Names) -> list[str]:
         return [name for name in names.marks if tokenizer.token_id(name) is None]

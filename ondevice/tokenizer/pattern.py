@@ -2,11 +2,11 @@
 
 `tokenizers` matches with Oniguruma, which tries one way after another: at every place of a text a pattern may
 take time that is quadratic, cubic or exponential in the text. Here a pattern becomes a position automaton
-(Glushkov's construction): one position for every character class, and an edge where one may follow another.
-A match succeeds at the first position after which nothing more is needed, and no earlier way is tried again.
-So only the positions before it count. Without loops among them, a bounded number of ways is tried at each
-place. With one loop on a way, whose next step is unambiguous, the number is proportional to the text. Any
-other pattern is refused, even if no text could make it slow.
+(Glushkov's construction): it has one position for every character class, and an edge from one position to
+another that may follow it. A match succeeds at the first position after which nothing more is needed, and no
+earlier way is tried again, so only positions before that one count. If these have no loops, a bounded number
+of ways is tried at each place. If a way has one loop, whose next step is unambiguous, the number is
+proportional to the text's length. Any other pattern is refused, even if no text could make it slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_EDGES = 1 << 15
 
 @dataclass(frozen=True)
 class Cost:
-    """Upper bound of the steps at one place of a text of n characters: `fixed + linear * n`."""
+    """An upper bound of the steps at one place of a text of n characters: `fixed + linear * n`."""
 
     fixed: int = 0
     linear: int = 0
@@ -40,9 +40,9 @@ class PatternCost(Cost):
 
 
 def pattern_cost(source: str) -> PatternCost:
-    """Upper bound of the cost of matching `source` (Oniguruma's Ruby syntax) at one place of a text.
+    """An upper bound of the cost of matching `source` (Oniguruma's Ruby syntax) at one place of a text.
 
-    Raises UnsupportedModelError if no such bound is known, and as `parse_pattern` does.
+    Raises UnsupportedModelError if no bound is known, and what `parse_pattern` raises.
     """
     node = parse_pattern(source)
     cost = _measured(node, source)
@@ -51,7 +51,7 @@ def pattern_cost(source: str) -> PatternCost:
 
 @dataclass
 class _Fragment:
-    """Part of an automaton: the positions at which a match may begin and end in it.
+    """A part of an automaton: the positions at which a match in it may begin and end.
 
     empty: whether it can match the empty text.
     """
@@ -63,7 +63,9 @@ class _Fragment:
 
 @dataclass
 class _Automaton:
-    """An automaton: positions, and how many ways lead from one to the next (two in a nested repetition)."""
+    """An automaton: its positions, and how many ways lead from one to another (two in a nested
+    repetition).
+    """
 
     source: str
     costs: list[Cost] = field(default_factory=list)
@@ -135,7 +137,7 @@ class _Automaton:
 def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
     """The cost of matching `node` at one place of a text.
 
-    ahead: whether it is a look-around. It consumes no text, so other places match the same text again.
+    ahead: whether `node` is a look-around. That consumes no text, so other places match the same text again.
     """
     automaton = _Automaton(source)
     fragment = automaton.build(node)
@@ -159,7 +161,7 @@ def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
 
 
 class _Ways:
-    """The cost of all ways on from a position, until each fails or completes a match."""
+    """Computes the cost of all ways on from a position, until each fails or completes a match."""
 
     def __init__(self, automaton: _Automaton, final: frozenset[int]) -> None:
         self._automaton = automaton
@@ -168,7 +170,7 @@ class _Ways:
         self._known: dict[int, Cost] = {}
 
     def following(self, targets: Counter[int]) -> Cost:
-        """The cost of going on to `targets`, each as often as it is counted."""
+        """The cost of going on to `targets`, each as often as its count says."""
         pending = [t for t in targets if t not in self._final]
         while pending:
             position = pending[-1]
@@ -184,7 +186,7 @@ class _Ways:
         return self._sum(targets)
 
     def _members(self, position: int) -> frozenset[int]:
-        """The positions of the loop that contains `position`; `position` alone if none does."""
+        """The positions of the loop that contains `position`; only `position` if no loop does."""
         return self._loop_of.get(position, frozenset({position}))
 
     def _exits(self, position: int) -> list[int]:
@@ -224,7 +226,8 @@ class _Ways:
 
 
 def _loops(automaton: _Automaton, final: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The loop (set of strongly connected positions) of every position in one, without those in `final`.
+    """For every position in a loop, the loop's positions (a strongly connected set). Positions in `final` are
+    left out.
 
     Tarjan's algorithm, iterative.
     """

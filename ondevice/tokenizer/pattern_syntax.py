@@ -1,6 +1,7 @@
-"""Parses a tokenizer's regular expressions to a tree: the part of Oniguruma's syntax that tokenizers use.
+"""Parses a tokenizer's regular expressions into a tree. Knows the part of Oniguruma's syntax that tokenizers
+use.
 
-The contents of a character class are skipped, as they don't affect the cost of a pattern (`pattern.py`).
+The contents of a character class are skipped, because they don't affect the cost of a pattern (`pattern.py`).
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class _Parser:
         return node
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        """Bounds of the repetition here, or None. Lazy and possessive forms cost no more than greedy ones."""
+        """The bounds of the repetition at this place, or None. Lazy and possessive forms cost no more than
+        greedy ones.
+        """
         for mark, bounds in (("?", (0, 1)), ("*", (0, _UNBOUNDED)), ("+", (1, _UNBOUNDED))):
             if self._accept(mark):
                 # `a+?` is lazy, `a++` possessive; after braces these marks are further repetitions.
@@ -168,14 +171,14 @@ class _Parser:
         return Node("condition", (node,)) if looks else node
 
     def _flags(self) -> None:
-        """Skip flags such as `i:` and `m-i:`. Refuses `x`, names, conditions and comments."""
+        """Skip flags such as `i:` and `m-i:`. Raises an error for `x`, names, conditions and comments."""
         end = self._source.find(":", self._at)
         if end < 0 or not set(self._source[self._at : end]) <= set("im-"):
             raise self._error("this kind of group isn't supported")
         self._at = end + 1
 
     def _class(self) -> None:
-        """Skip the rest of a character class after its bracket, with the classes inside it."""
+        """Skip what follows the opening bracket of a character class, including classes inside it."""
         self._accept("^")
         if self._peek() == "]":
             raise self._error("a class begins with a bracket that should be escaped")

@@ -1,4 +1,4 @@
-"""`tokenizer.bin` of sentencepiece's BPE: a table of byte pairs over characters in the place of bytes."""
+"""`tokenizer.bin` for sentencepiece's BPE: a table of pairs of characters instead of bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK = SPACE_MARK.encode()
 
 
 class PieceTableTokenizer(PieceVocabulary):
-    """The tokenizer of a `tokenizer.bin` of characters. It encodes as the `sentencepiece` library."""
+    """The tokenizer of a `tokenizer.bin` of characters. It encodes as the `sentencepiece` library does."""
 
     _piece_chars = MAX_PIECE_CHARS
 

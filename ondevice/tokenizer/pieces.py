@@ -1,6 +1,6 @@
 """The rules of sentencepiece's vocabularies: spaces are marks, some bytes are pieces, some pieces are silent.
 
-Merging is left to the library (`sentencepiece_model.py`) or to a table (`piece_table.py`).
+Merging is done by the library (`sentencepiece_model.py`) or with a table (`piece_table.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARKUP_PIECE = re.compile(r"<[^\s<>]*[A-Za-z][^\s<>]*>|\[[^\s\[\]]*[A-Za-z][^\s\
 
 
 class PieceVocabulary(Vocabulary):
-    """Base of tokenizers with sentencepiece's rules.
+    """The base class of tokenizers that follow sentencepiece's rules.
 
     Special tokens (`_silent`) are control pieces, and user-defined pieces that look like markup (`<...>`,
     `[...]`). The unknown piece and unused ones (`_filling`) add nothing to a text.
@@ -43,7 +43,9 @@ class PieceVocabulary(Vocabulary):
         return ids + self._encode_plain(text[start:], first)
 
     def _encode_plain(self, text: str, first: bool) -> list[int]:
-        """Ids of text without special tokens. first: whether it begins a text, and so gets the prefix."""
+        """The ids of text without special tokens. first: whether it begins a text, so that it gets the
+        prefix.
+        """
         text = valid_unicode(text)
         if not text:
             return []
@@ -59,4 +61,4 @@ class PieceVocabulary(Vocabulary):
 
     @abstractmethod
     def _spell(self, piece: str) -> Iterator[int]:
-        """Yields the tokens of the characters of a piece, one by one."""
+        """Yields the tokens that stand for the characters of a piece, one by one."""

@@ -1,7 +1,7 @@
 """Reads and vets the settings of text normalisation in a `tokenizer.model` before its library sees the file.
 
-The file is a protocol buffer (sentencepiece_model.proto). The library reads the vocabulary, except where a
-table is made of it.
+The file is a protocol buffer (sentencepiece_model.proto). The library reads the vocabulary, unless a table is
+made of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | _BYTES, 2, _ADD_DUMMY_PREFIX << 3 |
 
 @dataclass(frozen=True)
 class SentencePieceFile:
-    """A vetted `tokenizer.model`."""
+    """The parts of a `tokenizer.model` after it has been vetted."""
 
     data: bytes
     """The model for the library, changed so that the library doesn't add `prefix`."""
@@ -45,11 +45,11 @@ class SentencePieceFile:
 
 
 def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
-    """Vet the bytes of a `tokenizer.model`. Raises BundleError if they are damaged or hostile.
+    """The parts of a `tokenizer.model`, vetted. Raises BundleError if its bytes are damaged or hostile.
 
     Many models put a space before a text, but only the first piece of a text may get it. So the model is
     changed not to add the space, and the encoder adds it. A model that strips spaces at both ends and adds
-    one stays unchanged: its pieces begin with a space where the text has one.
+    one stays unchanged: a piece begins with a space if the text has one there.
     """
     flags = {_ADD_DUMMY_PREFIX: 1, _REMOVE_EXTRA_SPACES: 1, _ESCAPE_SPACES: 1}
     trainer = {_MODEL_TYPE: 1, _SPACE_AS_SUFFIX: 0, _BYTE_FALLBACK: 0}
@@ -90,7 +90,7 @@ def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
 
 
 def read_pieces(data: bytes) -> Iterator[tuple[str, float, int]]:
-    """Yields text, score and type of each piece of a `tokenizer.model` that its library has loaded.
+    """Yields the text, score and type of each piece of a `tokenizer.model` that the library has loaded.
 
     Raises BundleError if it is damaged.
     """
@@ -157,7 +157,9 @@ def _damaged(at: int) -> BundleError:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Bytes of the longest replacement of a character. A map is a trie, then 0-terminated texts."""
+    """The bytes of the longest text that replaces a character. A map consists of a trie, then texts that end
+    with 0.
+    """
     trie = int.from_bytes(charsmap[:4], "little")
     texts = charsmap[4 + trie :]
     if charsmap and (len(charsmap) < 4 or not texts.endswith(b"\0")):

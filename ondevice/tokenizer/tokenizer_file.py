@@ -1,8 +1,9 @@
 """Parses and vets a `tokenizer.json` before the library that defined the format sees any of it.
 
 A tokenizer's file is a program: its normalizers and pre-tokenizers can multiply a text, its patterns can take
-for ever, its padding can need a terabyte. So only known components are accepted, with limits on their number
-and cost that ordinary tokenizers meet. Truncation, padding and the post-processor aren't passed on.
+for ever, its padding can need a terabyte. So only known components are accepted, within limits on their
+number and cost that ordinary tokenizers keep to. Truncation, padding and the post-processor aren't passed on
+to the library.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """The vetted parts of a `tokenizer.json` that encoding and decoding use."""
+    """The vetted parts of a `tokenizer.json` that are used for encoding and decoding."""
 
     vocabulary: dict[str, int]
     merges: list[tuple[str, str]]
@@ -81,7 +82,9 @@ class TokenizerFile:
 
     @property
     def growth(self) -> int:
-        """Largest factor by which text grows before patterns are matched, Unicode's forms aside."""
+        """The largest factor by which a text grows before patterns are matched, not counting Unicode's normal
+        forms.
+        """
         growth = _replacement_growth(self.normalizers)
         kinds = [part["type"] for part in self.pre_tokenizers]
         spelt_before = "ByteLevel" in kinds[:-1]
@@ -89,7 +92,7 @@ class TokenizerFile:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The Unicode normal forms into which normalizers bring a text."""
+        """The Unicode normal forms to which normalizers convert a text."""
         kinds = [part["type"] for part in self.normalizers]
         return tuple(form for form in _FORMS if form in kinds)
 
@@ -101,7 +104,9 @@ class TokenizerFile:
         return _sequence("normalizers", [part for p in self.normalizers if (part := _within(p, first, last))])
 
     def pre_tokenizer(self, first: bool) -> Component | None:
-        """The pre-tokenizers of a piece. Unless it begins the text (`first`), nothing is put before it."""
+        """The pre-tokenizers of a piece. Nothing is put before a piece, unless it begins the text
+        (`first`).
+        """
         return _sequence("pretokenizers", [p if first else _continuing(p) for p in self.pre_tokenizers])
 
 
@@ -142,7 +147,9 @@ def read_tokenizer_file(data: bytes) -> TokenizerFile:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object with distinct keys. Raises BundleError for equal keys (the library takes the last one)."""
+    """An object with distinct keys. Raises BundleError for equal keys, of which the library would take the
+    last.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         raise BundleError("tokenizer.json has an object with the same key twice")
@@ -184,7 +191,9 @@ def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(model: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs of pieces that merge to one. The file has each as two strings, or as one with a space between."""
+    """The pairs of pieces that merge into one. The file has each as two strings, or as one with a space in
+    it.
+    """
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise BundleError("tokenizer.json can't be used: its merges aren't a list")
@@ -256,7 +265,8 @@ def _flattened(value: object, key: str, depth: int = 0) -> Iterator[Component]:
 
 
 def _check_components(normalizers: Sequence[Component], pre_tokenizers: Sequence[Component]) -> None:
-    """Raises BundleError if the components together could multiply a text or take too long for it.
+    """Check that the components together can't multiply a text or take too long for it. Raises BundleError if
+    they could.
 
     Raises UnsupportedModelError for an unknown component.
     """
@@ -302,7 +312,9 @@ def _replacement_growth(normalizers: Sequence[Component]) -> int:
 
 
 def _cost(part: Component) -> Cost:
-    """The cost of matching a component's pattern. Raises BundleError if it replaces the empty text."""
+    """The cost of matching a component's pattern. Raises BundleError if the component replaces
+    empty matches.
+    """
     if part["type"] not in ("Split", "Replace"):
         return Cost()
     pattern = _object(part.get("pattern"), "a pattern")
@@ -343,7 +355,7 @@ def _continuing(part: Component) -> Component:
 
 
 def _decoding_rules(decoder: object) -> tuple[bool, LeadingSpace]:
-    """Whether pieces are written in GPT-2's byte alphabet, and the leading-space rule."""
+    """Whether pieces are written in GPT-2's byte alphabet, and the rule for a leading space."""
     parts = list(_flattened(decoder, "decoders"))
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
@@ -363,7 +375,9 @@ def _decoding_rules(decoder: object) -> tuple[bool, LeadingSpace]:
 
 
 def _prepends(metaspace: Component) -> bool:
-    """Whether a Metaspace decoder drops the first space. Old files have `add_prefix_space`, new a scheme."""
+    """Whether a Metaspace decoder drops the first space: by `add_prefix_space` in old files, by a scheme in
+    new ones.
+    """
     scheme = metaspace.get("prepend_scheme", "always")
     return scheme in ("always", "first") and metaspace.get("add_prefix_space") is not False
 

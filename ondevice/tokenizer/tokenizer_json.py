@@ -1,4 +1,4 @@
-"""`tokenizer.json`: Hugging Face's file, whose vetted parts their `tokenizers` library uses."""
+"""`tokenizer.json`: Hugging Face's file. Its vetted parts are used with their `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ondevice.tokenizer.tokenizer_file import Component, TokenizerFile, read_tok
 
 
 class HuggingFaceTokenizer(Vocabulary):
-    """The tokenizer of a `tokenizer.json`: byte-level BPE (GPT-2, Qwen, Llama 3) or that of Llama 2.
+    """The tokenizer of a `tokenizer.json`: byte-level BPE (GPT-2, Qwen, Llama 3), or Llama 2's BPE.
 
     Llama 2's BPE is like sentencepiece's. The file's truncation, padding, dropout and post-processor are
     ignored: a text is encoded completely and always the same way, and `add_bos` decides how it begins.
@@ -123,7 +123,9 @@ def _library(file: TokenizerFile, special: set[int]) -> Any:
 
 
 def _check_normalized(file: TokenizerFile, normalizers: list[Any]) -> None:
-    """Raises BundleError if normalizers turn an added token into the empty text, which is everywhere."""
+    """Check normalizers with added tokens. Raises BundleError if one becomes the empty text, which would
+    match everywhere.
+    """
     for token in file.added:
         for normalizer in normalizers:
             if token.normalized and normalizer is not None and not normalizer.normalize_str(token.content):
@@ -133,7 +135,7 @@ def _check_normalized(file: TokenizerFile, normalizers: list[Any]) -> None:
 
 
 def _components(normalizer: Component | None, pre_tokenizer: Component | None) -> tuple[Any, Any]:
-    """The library's objects for vetted components, read from a document that contains nothing else."""
+    """The library's objects for vetted components, made from a document that contains nothing else."""
     import tokenizers
 
     document: dict[str, Any] = {

@@ -70,13 +70,14 @@ def train_predictors(
     Args:
         model: a path, a name or an alias. The default is the model that ships.
         text: the text to learn from, or None for `pieces`.
-        pieces: token ids instead of a text, each piece read from an empty context. The last ones measure.
+        pieces: token ids instead of a text, each piece read from an empty context. The last ones only
+            measure.
         output: a new folder for a copy with the predictors. The default is the model's folder.
         tokens: most tokens of the text to use.
         measured_tokens: most tokens that perplexity and agreement are measured on; they don't train.
-        order: first order the neurons' records so that neurons that fire together are read together. This
-            rewrites the bundle, unless a text has ordered it before.
-        backend: what runs the model, fits, and measures quality: `cpu` or `mlx`.
+        order: whether to sort the neurons' records first, so that neurons that fire together are read
+            together. This rewrites the bundle, unless a text has ordered it before.
+        backend: the backend that runs the model, fits, and measures quality: `cpu` or `mlx`.
         dram_budget: budget of the runs that measure quality, one run per recall target.
         on_progress: called with the share done, from 0 to 1, and the current step.
 
@@ -137,9 +138,9 @@ def train_expert_costs(
 ) -> ExpertCosts:
     """Measure the quality that fewer experts per token cost, and add the figures to the model.
 
-    One run for the model's number of experts and for each smaller one, all with the same memory. They go
-    token by token, as decoding does, each piece from an empty context. Any text serves that the model wasn't
-    trained on.
+    The model runs once with its number of experts and once with each smaller number, always with the same
+    memory. Runs go token by token, as decoding does, and each piece begins with an empty context. Any text
+    will do that the model wasn't trained on.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
@@ -227,7 +228,7 @@ def train_ngrams(
 ) -> Ngrams:
     """Sort what follows every few tokens of `text` into a datastore for drafts, and add it to the model.
 
-    The model doesn't run, so this takes seconds. Text like the model's answers serves best.
+    The model doesn't run, so this takes only seconds. Text that resembles the model's answers is best.
 
     Args:
         model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
@@ -343,10 +344,11 @@ def train_converted(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """Convert an open checkpoint, round 4 to 6 bits by `text`, order the neurons by it and train predictors.
+    """Convert an open checkpoint. Use `text` to round weights of 4 to 6 bits, to order the neurons, and to
+    train predictors.
 
     For a model with experts, the choices of experts are counted instead. If gates are hardly ever zero, the
-    text only rounds.
+    text is used only for rounding.
 
     The bundle gets its name at the end: an interrupted run leaves no bundle under that name. A resumed run
     runs the text through the layers again and gives the same bytes as an uninterrupted one. on_training is
@@ -399,7 +401,7 @@ def convert_by_random_tokens(
     resume: bool = False,
     force: bool = False,
 ) -> Path:
-    """Convert with error feedback from random tokens instead of a text.
+    """Convert a checkpoint, with error feedback from random tokens instead of a text.
 
     Raises what `convert` raises, and UsageError if no weights have 4 to 6 bits.
     """
@@ -421,9 +423,10 @@ def convert_by_random_tokens(
 
 
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:
-    """Ids of the text's first `tokens` tokens, in pieces that each begin with an empty context.
+    """The ids of the text's first `tokens` tokens, in pieces that each begin with an empty context.
 
-    A text of fewer than two tokens has no pieces. Raises UsageError if the model has no tokenizer.
+    If the text has fewer than two tokens, there are no pieces. Raises UsageError if the model has no
+    tokenizer.
     """
     info = resolved.bundle.manifest.tokenizer
     return _text_pieces(text_tokenizer(resolved), info, text, tokens, resolved.plan.max_context)
@@ -441,7 +444,7 @@ def _text_pieces(
 def spread(pieces: Pieces, tokens: int) -> Pieces:
     """The most evenly spaced `pieces` with at most `tokens` tokens in all; at least one piece.
 
-    The first pieces alone could all be of one kind of text.
+    The first pieces alone might all be from one kind of text.
     """
     for count in range(min(len(pieces), tokens), 1, -1):
         chosen = [pieces[(2 * index + 1) * len(pieces) // (2 * count)] for index in range(count)]
@@ -457,7 +460,7 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 
 
 def _expert_room(resolved: ResolvedModel) -> Any:
-    """The plan's memory for the neurons of a model with experts during a pass over a text."""
+    """The memory that the plan has for neurons of a model with experts, during a pass over a text."""
     from ondevice.converters.training.expert_use import DenseRoom, ExpertRoom
 
     plan, shape, dense = resolved.plan, resolved.plan.segment, None
@@ -477,7 +480,7 @@ def _expert_room(resolved: ResolvedModel) -> Any:
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None, has_experts: bool = False) -> Path:
-    """The folder for a training's result: the model's folder, or `output`.
+    """The folder for the result of a training: the model's folder, or `output`.
 
     Raises UsageError if the model's folder can't be written to or `output` exists, UnsupportedModelError if
     the model can't be trained for, and what `load` raises for a budget that is too small.

@@ -1,4 +1,6 @@
-"""The quality of a model by options: perplexity of a text, and agreement with the model's own choice."""
+"""Measures a model's quality under several options: perplexity of a text, and agreement with the exact
+model's choices.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Pieces = Sequence[Sequence[int]]
 
 
 def first_part_of(on_progress: OnProgress) -> OnProgress:
-    """Reports progress from 0 to 1 as progress of the training."""
+    """A callback whose progress from 0 to 1 is reported as a part of the training's progress."""
     return lambda done, what: on_progress(TRAINED_SHARE * done, what)
 
 
@@ -39,7 +41,8 @@ def measured_points(
     runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[float | None, tuple[OperatingPoint, ...]]:
-    """Perplexity of the dense model, and the points with their perplexity and agreement with it.
+    """The perplexity of the dense model, and the points completed by their perplexity and their agreement
+    with it.
 
     options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
     """
@@ -57,9 +60,9 @@ def measured_points(
 
 
 def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float | None, NDArray[np.intp]]:
-    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position.
+    """The perplexity of the pieces, None if it is infinite, and the likeliest token at every position.
 
-    options: of `load`; without any that choose a lossy mode, the model runs exactly.
+    options: options for `load`. The model runs exactly unless they choose a lossy mode.
     """
     with load(folder, **options) as model:
         return _scored(model, pieces)
@@ -85,7 +88,7 @@ def expert_costs(
 ) -> tuple[int, tuple[ExpertCost, ...]]:
     """The number of experts in memory, and the cost of choosing each of `counts` experts per token.
 
-    The first count is the model's; the others are compared with it.
+    The first count is the model's, with which the others are compared.
     """
     points: list[ExpertCost] = []
     best: NDArray[np.intp] | None = None
@@ -114,12 +117,14 @@ def expert_costs(
 
 
 def _experts_in_all(config: ModelConfig) -> int:
-    """Number of experts of all layers."""
+    """The number of experts in all layers together."""
     return sum(layer.experts.count for layer in config.layers if layer.experts is not None)
 
 
 def _half_budget(plan: Plan, config: ModelConfig) -> int:
-    """Bytes of the smallest budget that keeps half of the experts, or as many as the plan, in memory."""
+    """The smallest budget, in bytes, that keeps half of the experts in memory, or as many as `plan` keeps if
+    that is less.
+    """
     half = min(_experts_in_all(config) // 2, plan.kept_slots)
     budgets = range(plan.least_budget_bytes, max(plan.budget_bytes, plan.least_budget_bytes) + 1)
     return budgets[bisect_left(budgets, half, key=lambda nbytes: plan.with_budget(nbytes).kept_slots)]

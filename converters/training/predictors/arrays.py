@@ -25,7 +25,7 @@ BLOCK_VALUES = 1 << 17
 
 
 class Arrays(Protocol):
-    """An array library: where arrays lie, and how they are computed."""
+    """An array library: where arrays are, and how they are computed."""
 
     @property
     def namespace(self) -> Any:
@@ -33,15 +33,21 @@ class Arrays(Protocol):
         ...
 
     def load(self, values: NDArray[Any]) -> Array:
-        """Array of the float32 or boolean `values`; it may be `values` itself. Raises MemoryError."""
+        """An array of float32 or boolean `values`. It may share the memory of `values`. Raises
+        MemoryError.
+        """
         ...
 
     def to_numpy(self, array: Array) -> Float32:
-        """Values of `array`, once they are computed; they may be `array` itself. Raises MemoryError."""
+        """The values of `array`, after waiting until they are computed. They may share its memory. Raises
+        MemoryError.
+        """
         ...
 
     def changed(self, function: Elementwise, changing: Sequence[Array], *others: Array) -> tuple[Array, ...]:
-        """Result of `function` on `changing`, which may be overwritten, and `others`. All have equal rows."""
+        """The result of `function` for the arrays `changing`, which may be overwritten, and `others`. All
+        have equally many rows.
+        """
         ...
 
     def begin(self, *arrays: Array) -> None:
@@ -54,7 +60,7 @@ class Arrays(Protocol):
 
 
 class NumpyArrays:
-    """`Arrays` on the CPU: everything is computed at once, and changed in place."""
+    """The `Arrays` of numpy on the CPU: everything is computed at once, and changed in place."""
 
     namespace = np
 
@@ -75,14 +81,14 @@ class NumpyArrays:
         return tuple(changing)
 
     def begin(self, *arrays: Array) -> None:
-        """Nothing is left to compute."""
+        """Do nothing: everything is already computed."""
 
     def wait(self, *arrays: Array) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: everything is already computed."""
 
 
 def arrays_of(backend: TrainingBackend) -> Arrays:
-    """The arrays of a backend. MLX is imported only for `mlx`; ImportError without it."""
+    """The array library for a backend. MLX is imported only for `mlx`; ImportError if it is missing."""
     if backend == "cpu":
         return NumpyArrays()
     from ondevice.converters.training.predictors.mlx_arrays import MlxArrays

@@ -1,7 +1,7 @@
-"""Gradient steps that move predictors, so that their rank is spent on what fires.
+"""Moves predictors by gradient steps, so that their rank is used for neurons that fire.
 
-"LLM in a flash" (arXiv 2312.11514), appendix B, trains with a balanced loss that it doesn't spell out. Ours
-is in `FineTuning`. Legend as in `layer_predictor.py`.
+"LLM in a flash" (arXiv 2312.11514), appendix B, trains with a balanced loss that it doesn't spell out. The
+loss used here is in `FineTuning`. Legend as in `layer_predictor.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Parameters: TypeAlias = tuple[Array, Array, Array]
 class FineTuning:
     """Adam on balanced cross-entropy over the samples `ids`, one epoch at a time.
 
-    All predictors see the same minibatches; numpy moves them in place. Memory: four times the predictors, a
-    byte for every gate that fires, and a few (B, F) arrays of a minibatch.
+    All predictors are trained on the same minibatches, in place with numpy. Memory: four times the
+    predictors, a byte for every gate that fires, and a few (B, F) arrays of a minibatch.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class FineTuning:
             predictors: the predictors to move, one per rank.
             inputs: see `Samples`.
             fired: see `Fired`.
-            gate: (F, D) gate projection, multiplied once for all predictors.
+            gate: (F, D) gate projection, which is multiplied only once for all predictors.
             ids: ascending ids of the samples to train on.
             active: `active_count` of these samples.
             config: how predictors are fitted.
             rng: generator of the minibatches.
             arrays: the array library to fit with.
-            shift: (F,) what is added to the gate's products, or None.
+            shift: (F,) values added to the gate's products, or None.
         """
         self._inputs, self._fired, self._ids = inputs, fired, ids
         self._config, self._rng, self._neurons, self._arrays = config, rng, len(gate), arrays
@@ -79,7 +79,7 @@ class FineTuning:
 
     @property
     def predictors(self) -> list[LayerPredictor]:
-        """The predictors that are still trained, as they are now."""
+        """The predictors that are still being trained, with their present values."""
         return [descent.predictor for descent in self._descents]
 
     def keep(self, rank: int) -> None:
@@ -87,7 +87,7 @@ class FineTuning:
         self._descents = [descent for descent in self._descents if descent.rank == rank]
 
     def epoch(self) -> None:
-        """Train one pass over all samples, of `config.epochs` passes."""
+        """Train on all samples once. `config.epochs` is the number of such passes."""
         order = self._rng.permutation(self._ids)
         for first in range(0, len(order), self._config.batch_samples):
             x, y, weights = self._minibatch(order[first : first + self._config.batch_samples])
@@ -100,7 +100,9 @@ class FineTuning:
             self._arrays.begin(*self._moved())
 
     def _minibatch(self, batch: Ids) -> tuple[Array, Array, Array]:
-        """Inputs x (B, D), firing neurons y (B, F), and the weights of both classes (B, F)."""
+        """The inputs x (B, D) of a minibatch, which neurons fire, y (B, F), and the weight of
+        each, (B, F).
+        """
         x, y = self._inputs[batch].astype(np.float32), bits(self._fired, batch, self._neurons)
         weights = np.ones(y.shape, dtype=np.float32)
         magnitudes = 1 if self._magnitudes is None else self._magnitudes.of(batch)
@@ -108,7 +110,7 @@ class FineTuning:
         return self._arrays.load(x), self._arrays.load(y), self._arrays.load(weights)
 
     def _moved(self) -> Iterator[Array]:
-        """All arrays that a step changes."""
+        """Yields all arrays that a step changes."""
         return (array for descent in self._descents for state in descent.states for array in state)
 
 
@@ -135,7 +137,7 @@ def gradients(
 
 
 class _Magnitudes:
-    """Gates of firing neurons in units of their mean, capped at MAGNITUDE_CAP, a byte each."""
+    """The gates of firing neurons, divided by their mean and capped at MAGNITUDE_CAP, in one byte each."""
 
     def __init__(
         self,
@@ -163,14 +165,18 @@ class _Magnitudes:
             done, samples = done + len(gates), samples + len(piece)
 
     def of(self, batch: Ids) -> Float32:
-        """Magnitudes of the firing neurons of a batch's samples, sample by sample, by ascending neuron."""
+        """The magnitudes of the firing neurons of a batch, sample by sample, in ascending order
+        of neurons.
+        """
         places = np.searchsorted(self._ids, batch)
         codes = [self._codes[self._ends[place] : self._ends[place + 1]] for place in places]
         return np.concatenate(codes).astype(np.float32) * np.float32(MAGNITUDE_CAP / 255)
 
 
 class _Adam:
-    """Adam (arXiv 1412.6980) on one predictor's arrays, at rates relative to their root mean square."""
+    """Adam (arXiv 1412.6980) for the arrays of one predictor, with rates relative to their root
+    mean square.
+    """
 
     def __init__(self, predictor: LayerPredictor, learning_rate: float, arrays: Arrays) -> None:
         parameters = (predictor.down, predictor.up, predictor.bias)
@@ -194,7 +200,7 @@ class _Adam:
         return LayerPredictor(down, up, bias)
 
     def step(self, slopes: Sequence[Array], step: int, steps: int) -> None:
-        """Take step `step` of `steps`, counted from 1, down the slopes of down, up and bias."""
+        """Take step `step` out of `steps`, counted from 1, down the slopes of down, up and bias."""
         fall = (1 - (step - 1) / steps) * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
         for index, (rate, slope) in enumerate(zip(self._rates, slopes, strict=True)):
             function = partial(_moved, self._arrays.namespace, rate * fall)
@@ -202,7 +208,7 @@ class _Adam:
 
 
 def _moved(xp: Any, rate: float, p: Array, mean: Array, square: Array, g: Array) -> tuple[Array, ...]:
-    """The values p and both running means after a step down the slope g."""
+    """The values p and both of Adam's running means, after a step down the slope g."""
     mean = mean + (1 - BETA1) * (g - mean)
     square = square + (1 - BETA2) * (g * g - square)
     return p - rate * mean / (xp.sqrt(square) + EPSILON), mean, square

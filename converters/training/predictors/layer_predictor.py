@@ -34,13 +34,15 @@ class PredictorTraining:
         epochs: passes over the training samples.
         trial_epochs: epochs after which the rank is chosen; the other ranks are then dropped.
         batch_samples: samples of a minibatch.
-        learning_rate: share of a matrix's root mean square by which a step of Adam moves it, about. It falls
-            linearly to zero.
-        balance: exponent of the weight of what fires, (inactive / active) ** balance. 0 is no weighting.
-        weigh_magnitude: if true, what fires also weighs by its gate's distance from zero, in units of the
-            mean of what fires and at most 4, since misses near zero hardly count.
-        held_back: share of the samples (4,096 at most) that don't train, but set thresholds and judge ranks.
-        recall: target share of what fires that has a score above zero.
+        learning_rate: about the share of a matrix's root mean square by which a step of Adam moves it. It
+            falls linearly to zero.
+        balance: exponent of the weight of firing neurons, (inactive / active) ** balance. 0 means no
+            weighting.
+        weigh_magnitude: whether firing neurons are also weighted by their gate's distance from zero, divided
+            by the mean of these distances and at most 4, because missing a neuron near zero hardly matters.
+        held_back: share of the samples (4,096 at most) that aren't used for training, but for setting
+            thresholds and comparing ranks.
+        recall: the share of firing neurons that should have a score above zero.
     """
 
     epochs: int = 10
@@ -66,7 +68,8 @@ class PredictorTraining:
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """Measured rates of selecting every neuron with a score above `threshold`. All rates are shares.
+    """The measured rates of a selection of all neurons with a score above `threshold`. All rates are shares
+    from 0 to 1.
 
     recall: the target. false_negatives: missed neurons per neuron that fires. false_positives: selected
     neurons per neuron that doesn't fire. precision: share of the selected neurons that fire, 1 if none is
@@ -83,7 +86,7 @@ class LayerPoint:
 
     @property
     def over_prediction(self) -> float:
-        """Selected neurons per active one; 1 where none is active."""
+        """Number of selected neurons per firing one; 1 if none fires."""
         return self.selected / self.active if self.active else 1.0
 
 
@@ -91,8 +94,8 @@ class LayerPoint:
 class LayerPredictor:
     """A layer's predictor: it selects a neuron if the neuron's score is above zero.
 
-    down (R, D), up (F, R), bias (F,): float32. points: measured on samples that neither trained the predictor
-    nor set its thresholds. The threshold of the recall that it was calibrated for is 0.
+    down (R, D), up (F, R), bias (F,): float32. points: measured on samples that were used neither for
+    training nor for thresholds. For the recall that the predictor was calibrated for, the threshold is 0.
     """
 
     down: Float32
@@ -105,7 +108,7 @@ class LayerPredictor:
         return len(self.down)
 
     def scores(self, inputs: Samples) -> Float32:
-        """(B, F) scores of inputs (B, D)."""
+        """The scores (B, F) of neurons for inputs (B, D)."""
         hidden: Float32 = np.asarray(inputs, dtype=np.float32) @ self.down.T
         return hidden @ self.up.T + self.bias
 
@@ -118,16 +121,16 @@ class LayerPredictor:
 
 
 def active_count(fired: Fired, ids: Ids, neurons: int) -> int:
-    """Number of (sample, neuron) pairs in which the neuron fires, for the samples `ids`."""
+    """The number of (sample, neuron) pairs in which the neuron fires, over the samples `ids`."""
     return sum(int(bits(fired, piece, neurons).sum()) for piece in in_pieces(ids))
 
 
 def in_pieces(ids: Ids) -> list[Ids]:
-    """`ids` in runs of PIECE_SAMPLES."""
+    """The ids, divided into runs of PIECE_SAMPLES."""
     return [ids[start : start + PIECE_SAMPLES] for start in range(0, len(ids), PIECE_SAMPLES)]
 
 
 def bits(fired: Fired, ids: Ids, neurons: int) -> Bools:
-    """(n, F) booleans: true where a neuron fired, for the samples `ids`."""
+    """Which neurons fired for the samples `ids`, as booleans (n, F)."""
     rows: NDArray[Any] = np.asarray(fired[ids])
     return rows if rows.dtype == np.bool_ else np.unpackbits(rows, axis=1, count=neurons).view(np.bool_)

@@ -1,9 +1,9 @@
 """Low-rank predictors of which feed-forward neurons fire, fitted layer by layer with numpy or MLX.
 
-"LLM in a flash" (arXiv 2312.11514), section 3.1 and appendix B: a layer's predictor sees what the gate sees,
-the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`. These
-two plain linear maps begin as principal components, and `fine_tune.py` moves them. One part of the held-back
-samples sets the thresholds, and the other part measures them.
+"LLM in a flash" (arXiv 2312.11514), section 3.1 and appendix B: a layer's predictor has the same input as the
+gate, the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`.
+These two linear maps are initialised with principal components and trained by `fine_tune.py`. Of the
+held-back samples, one part is used to set thresholds, and the other to measure them.
 
 Legend as in `layer_predictor.py`.
 """
@@ -65,11 +65,13 @@ def train_layer(
         config: how the predictor is fitted.
         rng: generator of the first basis and of the minibatches.
         arrays: the array library to fit with.
-        shift: (F,) what is added to the gate's products before they are compared with zero; None: nothing.
+        shift: (F,) values added to the gate's products before they are compared with zero; None: nothing is
+            added.
 
     Memory: float32 arrays of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F)
-    of a minibatch and, while it calibrates, of a few (2048, F), and a byte for every gate that fires. It
-    never holds (N, D), (N, F) or (F, F). Arrays that aren't numpy's hold the gate once more.
+    of a minibatch and, while it calibrates, of a few (2048, F), and a byte for every gate that fires. There
+    is never an array of (N, D), (N, F) or (F, F). With another library than numpy there is a second copy of
+    the gate.
 
     Raises UsageError for shapes or ranks that don't fit, CheckpointError for inputs or gates that aren't
     finite.
@@ -102,9 +104,10 @@ def train_layer(
 def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
     """Ascending ids of the samples to train on, and the samples held back.
 
-    Blocks, not single tokens, are held back, because a token is too much like its neighbours to test on. One
-    block of every 1 / `held_back` or more is drawn at random, so that no place in a text's pieces is
-    preferred. Drawn blocks calibrate and measure in turn. Raises UsageError if there are too few samples.
+    Blocks are held back instead of single tokens, because a token is too similar to its neighbours for a
+    test. One block out of every 1 / `held_back` or more is drawn at random, so that no place in a text's
+    pieces is preferred. The drawn blocks are used alternately for calibrating and for measuring. Raises
+    UsageError if there are too few samples.
     """
     every = max(round(1 / config.held_back), -(-samples // MAX_HELD_BACK))
     if samples < MIN_BLOCKS * every:
@@ -128,13 +131,14 @@ def principal_components(
     arrays: Arrays,
     shift: Float32 | None = None,
 ) -> list[LayerPredictor]:
-    """For each rank R the maps nearest to the gates on the samples `ids`, as log-odds of a gate above zero.
+    """For each rank R, the predictor that is nearest to the gates on the samples `ids`. Scores are log-odds
+    of a gate above zero.
 
     G = X W^T are the centred gates, and V (F, R) their principal directions: V V^T W x approximates the gates
     with the smallest squared error. Since G^T G = W (X^T X) W^T, randomised subspace iteration (arXiv
     0909.4061, algorithm 4.4) needs only the covariance (D, D) of X. The directions of the largest rank begin
-    with those of the others. The rest of a neuron's gate is taken as normal noise, and the neuron's score is
-    divided by the deviation of that noise. shift: as in `train_layer`.
+    with those of the others. The remaining part of a neuron's gate is treated as normal noise, and the
+    neuron's score is divided by the deviation of that noise. shift: as in `train_layer`.
     """
     mean, covariance = _moments(inputs, ids, arrays)
     rows = arrays.load(gate)
@@ -161,11 +165,11 @@ def principal_components(
 def calibrate(
     predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, recall: float
 ) -> LayerPredictor:
-    """`predictor` with its operating points, and a bias for which scores above zero find `recall`.
+    """`predictor` with its operating points, and with a bias for which scores above zero reach `recall`.
 
     Thresholds are set on held.calibrating, as `thresholds` promises; the rates are measured on
-    held.measuring. recall: one of RECALLS. Rounding the weights moves scores, so thresholds are set again
-    after it, as `store_predictor` in `predictors/train.py` does.
+    held.measuring. recall: one of RECALLS. Rounding the weights changes scores, so thresholds must be set
+    again afterwards, as `store_predictor` in `predictors/train.py` does.
     """
     neurons, ids = len(predictor.bias), held.calibrating
     cuts = thresholds(predictor.scores(inputs[ids]), bits(fired, ids, neurons), held.block)
@@ -177,11 +181,13 @@ def calibrate(
 
 
 def choose_rank(candidates: Sequence[LayerPredictor], recall: float, factor: float = 1.15) -> LayerPredictor:
-    """The lowest-rank candidate that selects at most `factor` times what the highest-rank one does.
+    """The candidate of the lowest rank that selects at most `factor` times as many neurons as the one of the
+    highest rank.
 
-    Both are compared at the target `recall`. The candidate may miss no more than the target allows, or than
-    the highest-rank one if that misses more. Neurons selected in vain are read from flash in vain. A rank
-    that is too high takes memory from the neuron cache. Raises UsageError if `candidates` is empty.
+    Both are compared at the target `recall`. The candidate may miss no more neurons than the target allows,
+    or than the one of the highest rank if that misses more. Each needlessly selected neuron is needlessly
+    read from flash, but a rank that is too high takes memory from the neuron cache. Raises UsageError if
+    `candidates` is empty.
     """
     if not candidates:
         raise UsageError("no predictor to choose from; train at least one rank")
@@ -198,7 +204,7 @@ def choose_rank(candidates: Sequence[LayerPredictor], recall: float, factor: flo
 
 
 def _moments(inputs: Samples, ids: Ids, arrays: Arrays) -> tuple[Float32, Array]:
-    """Mean (D,) and covariance (D, D) of the samples `ids`."""
+    """The mean (D,) and the covariance (D, D) of the samples `ids`."""
     width = inputs.shape[1]
     total, covariance = np.zeros(width), arrays.load(np.zeros((width, width), dtype=np.float32))
     for piece in in_pieces(ids):

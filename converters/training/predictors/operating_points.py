@@ -1,11 +1,12 @@
-"""Score thresholds of a predictor that find a target share of what fires, and their rates on other samples.
+"""Sets score thresholds of a predictor that select a target share of the firing neurons, and measures them on
+other samples.
 
-A threshold with exactly the target recall on the samples that set it misses the target on other samples about
-every other time. So the threshold is set where a lower confidence bound of recall reaches the target, as for
-risk-controlling prediction sets (arXiv 2101.02703, with the bound of the central limit theorem). The bound is
-MARGIN standard errors below the recall found. Neighbouring tokens are alike, and a token's neurons fire
-together. The standard error is therefore that of a ratio over a sample of whole blocks of tokens (Cochran,
-Sampling Techniques, 3rd edition, 1977, chapter 6).
+A threshold that has exactly the target recall on the samples used to set it misses the target on other
+samples about half the time. So the threshold is set where a lower confidence bound of recall reaches the
+target, as for risk-controlling prediction sets (arXiv 2101.02703, with the bound of the central limit
+theorem). The bound is MARGIN standard errors below the measured recall. Neighbouring tokens are similar, and
+a token's neurons fire together. The standard error is therefore that of a ratio over a sample of complete
+blocks of tokens (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6).
 
 Legend as in `layer_predictor.py`; M samples.
 """
@@ -43,10 +44,10 @@ Scores = Callable[[Samples], Float32]
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Ascending ids of samples that weren't trained on.
+    """The ascending ids of samples that aren't used for training.
 
-    calibrating: they set thresholds. measuring: they measure them. block: number of neighbouring calibrating
-    samples that form one block.
+    calibrating: samples used to set thresholds. measuring: samples used to measure them. block: number of
+    neighbouring calibrating samples that form one block.
     """
 
     calibrating: Ids
@@ -67,8 +68,8 @@ def thresholds(
 
     The promise: other samples drawn from the same text miss no more than 1 - target in 97.7 % of all cases,
     for each layer and target. It holds if blocks are drawn at random, and are so numerous that their recall
-    is normally distributed. Nothing is promised for text of another kind. The error of a single block can't
-    be known, so it gets no margin.
+    is normally distributed. Nothing is promised for text of another kind. From a single block no error can be
+    estimated, so there is no margin then.
 
     Raises UsageError for shapes that differ, scores that are NaN, or recalls outside (0, 1].
     """
@@ -131,7 +132,9 @@ def measure(
 
 
 def _threshold(active: Float32, recall: float) -> float:
-    """The highest threshold with the share `recall` of the ascending scores above it; 0 without scores."""
+    """The highest threshold with the share `recall` of ascending scores above it; 0 if there are
+    no scores.
+    """
     if not len(active):
         return 0.0
     # A product such as 0.9 * 10 may be rounded to above 9; it must not ask for a tenth neuron.
@@ -140,12 +143,12 @@ def _threshold(active: Float32, recall: float) -> float:
 
 
 def _per_block(values: Bools, starts: NDArray[np.int64]) -> NDArray[Any]:
-    """Number of true values of (M, F) in each block of samples."""
+    """The number of true values of (M, F) in each block of samples."""
     return np.add.reduceat(np.count_nonzero(values, axis=1), starts)
 
 
 def _standard_error(hits: NDArray[Any], firing: NDArray[Any]) -> float:
-    """Standard error of sum(hits) / sum(firing), the recall, from hits and firing neurons per block."""
+    """The standard error of the recall, sum(hits) / sum(firing), from hits and firing neurons per block."""
     blocks, total = len(firing), int(firing.sum())
     if blocks < 2 or not total:
         return 0.0

@@ -77,7 +77,8 @@ class PredictorOptions:
 
     Args:
         tokens: most tokens of the text to use.
-        measured_share: share of the text's pieces that only measure, and neither train nor calibrate.
+        measured_share: share of the text's pieces that are used only for measuring, and not for training or
+            calibrating.
         ranks: the ranks that each layer's is chosen from, multiples of 64. Ranks whose predictor exceeds
             MAX_SHARE_OF_GATE are left out.
         bits: bits of the stored matrices. Half the bits and twice the rank select less at equal recall.
@@ -95,7 +96,7 @@ class PredictorOptions:
 
 @dataclass(frozen=True)
 class StoredPredictor:
-    """One layer's predictor as the file holds it."""
+    """One layer's predictor in the form that the file stores."""
 
     bits: Literal[4, 8, 16]
     down: QuantizedRows
@@ -120,9 +121,9 @@ def train_predictors(
 ) -> Predictors:
     """Fit predictors to `bundle` and write them to the folder `output`.
 
-    The last `measured_share` of the pieces neither train nor calibrate: all rates are measured on them. How
-    often each neuron fired on the other pieces, and each token occurs there, is written as well. The caller
-    adds what predictors cost in quality. The files of an earlier training in `output` are replaced.
+    The last `measured_share` of the pieces isn't used for training or calibrating: all rates are measured on
+    it. How often each neuron fires on the other pieces, and how often each token occurs there, is written
+    too. The caller adds the loss of quality. The files of an earlier training in `output` are replaced.
 
     Args:
         bundle: the bundle.
@@ -130,11 +131,11 @@ def train_predictors(
         output: the folder of the bundle, or of a copy of it.
         options: how predictors are made.
         on_progress: gets the share done and what is being done.
-        backend: what runs the model and fits the predictors. Thresholds are set on the scores that the
-            runtime's kernels compute from the stored matrices, so predictors mean the same whatever fitted
-            them. ImportError for `mlx` without MLX.
-        order: if true, first put the neurons of the bundle in `output` in the order that the text suggests,
-            unless they have been ordered before.
+        backend: the backend that runs the model and fits the predictors. Thresholds are set on the scores
+            that the runtime's kernels compute from the stored matrices, so predictors mean the same with
+            every backend. ImportError for `mlx` if MLX is missing.
+        order: whether to sort the neurons of the bundle in `output` first, in the order that the text
+            suggests, unless they have been ordered before.
 
     Raises what `check` and `order_neurons` raise, and OndeviceError if the disk has no room.
     """
@@ -170,7 +171,7 @@ def train_predictors(
 def check(
     bundle: Bundle, pieces: Sequence[Sequence[int]], options: PredictorOptions
 ) -> Sequence[Sequence[int]]:
-    """The pieces that measure and don't train: the last ones, at least one and never all.
+    """The pieces used only for measuring: the last ones, at least one and never all.
 
     Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError if the text is too
     short.
@@ -187,7 +188,9 @@ def check(
 
 
 def save_predictors(predictors: Predictors, folder: Path) -> None:
-    """Write `predictors.json` durably. This is the last step: it makes the predictors part of the bundle."""
+    """Write `predictors.json` durably. This must be the last step, because it makes the predictors part of
+    the bundle.
+    """
     save_sidecar(PREDICTORS_SIDECAR, predictors_text(predictors), folder)
 
 
@@ -199,10 +202,10 @@ def fit_layer(
     options: PredictorOptions,
     arrays: Arrays,
 ) -> StoredPredictor:
-    """The stored predictor of a layer, of the smallest rank that is good enough (`choose_rank`).
+    """The stored predictor of a layer, with the smallest rank that is good enough (`choose_rank`).
 
-    Of the first `trained` recorded tokens, some are held back and set its thresholds; the others train it.
-    The later tokens measure it. Its rates are those of the stored, quantised matrices.
+    Of the first `trained` recorded tokens, some are held back for thresholds; the others are used for
+    training. The later tokens are used for measuring. Its rates are those of the stored, quantised matrices.
     """
     gate, shift = gate_rows(bundle, layer), gate_shift(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
@@ -218,7 +221,7 @@ def fit_layer(
 
 
 def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: Bits) -> list[int]:
-    """The ranks to choose from: all whose predictor is within MAX_SHARE_OF_GATE, else GROUP_SIZE.
+    """The ranks to choose from: all whose predictor is within MAX_SHARE_OF_GATE; if none is, GROUP_SIZE.
 
     gate_bits: bits of the stored gate (neurons, width).
     """
@@ -242,7 +245,7 @@ def store_predictor(
         held: the samples to calibrate and to measure; none of them trained the predictor.
         stored_bits: bits of the stored matrices.
 
-    The runtime's own kernels compute the scores.
+    The runtime's kernels compute the scores.
     """
     runner = _native.Runner(usable_cores(), "auto")
     (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
@@ -269,7 +272,7 @@ def _scores(
     bias: Float32,
     inputs: Samples,
 ) -> Float32:
-    """(T, F) scores of inputs (T, D), as the runtime's kernels compute them."""
+    """The scores (T, F) of inputs (T, D), as the runtime's kernels compute them."""
     scores = np.empty((len(inputs), up.rows), dtype=np.float32)
     for start in range(0, len(inputs), SCORED_TOKENS):
         x = inputs[start : start + SCORED_TOKENS].astype(np.float32)
@@ -286,7 +289,7 @@ def _matrix(runner: _native.Runner, rows: QuantizedRows, cols: int, bits: int) -
 
 
 def _padded(matrix: Float32, rows: int, cols: int) -> Float32:
-    """`matrix` padded with zeros to (rows, cols), since stored ranks are multiples of GROUP_SIZE."""
+    """`matrix` padded with zeros to (rows, cols), because stored ranks are multiples of GROUP_SIZE."""
     return np.pad(matrix, ((0, rows - len(matrix)), (0, cols - matrix.shape[1])))
 
 
@@ -316,7 +319,7 @@ def write_predictors(
 
 
 def stored_arrays(stored: Sequence[StoredPredictor]) -> Iterator[NDArray[np.generic]]:
-    """Each tensor as it is stored, in the order of `predictor_tensors`."""
+    """Yields each tensor in its stored form, in the order of `predictor_tensors`."""
     for layer in stored:
         for rows in (layer.down, layer.up):
             affine = () if layer.bits == 16 else (rows.scales, rows.biases)

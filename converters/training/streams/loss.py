@@ -54,7 +54,7 @@ Parameters = Mapping[str, mx.array]
 
 @dataclass(frozen=True)
 class TrainingWindow:
-    """A piece of text. tokens: (T,) ids. layer_inputs: (T, D) inputs of the first stream layer."""
+    """A piece of text. tokens: (T,) ids. layer_inputs: (T, D), the inputs of the first layer with streams."""
 
     tokens: Sequence[int]
     layer_inputs: mx.array
@@ -62,7 +62,7 @@ class TrainingWindow:
 
 @dataclass(frozen=True)
 class TopLayers:
-    """The last layers of a model and its head, frozen. `config` describes these layers alone."""
+    """The last layers of a model and its head, which aren't trained. `config` describes only these layers."""
 
     config: ModelConfig
     weights: ModelWeights
@@ -74,23 +74,26 @@ class TopLayers:
         resident_tokens: int = 0,
         resident_parts: int = 0,
     ) -> Transformer:
-        """The layers with streams. streams: their shape. The other arguments: see `ResidentBackend`."""
+        """The layers as a model with streams. streams: the shape of the streams. Other arguments are as in
+        `ResidentBackend`.
+        """
         adapters = stream_weights(parameters, streams, self.config.num_layers)
         backend = ResidentBackend(resident_tokens, resident_parts)
         return Transformer(self.config, backend, self.weights, adapters)
 
 
 class ResidentBackend(MlxFloatBackend):
-    """Backend whose streams use only the neurons that would be in memory; with 0 and 0, every neuron.
+    """A backend whose streams use only the neurons that would be in memory. If both arguments are 0, they use
+    every neuron.
 
     One backend is for the consecutive forward passes of one text. If a forward pass has streams, all its
     tokens have them.
 
     Args:
         resident_tokens: for a model with ReLU gates, whose neurons are cached: streams use the neurons that
-            this many last tokens used, the stream's own token included.
-        resident_parts: for other models: streams use the first neurons of each layer, this many of its
-            RESIDENT_PARTS parts.
+            this many last tokens used, including the stream's token.
+        resident_parts: for other models: streams use the first neurons of each layer, this many of the
+            layer's RESIDENT_PARTS parts.
     """
 
     def __init__(self, resident_tokens: int, resident_parts: int = 0) -> None:
@@ -148,7 +151,7 @@ def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
 
 
 class _TopBackend(MlxFloatBackend):
-    """Backend that reads but doesn't keep the matrices of layers before `first_layer`."""
+    """A backend that reads, but doesn't keep, the matrices of layers before `first_layer`."""
 
     def __init__(self, first_layer: int) -> None:
         super().__init__()
@@ -184,7 +187,9 @@ class _TopBackend(MlxFloatBackend):
 
 
 def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: int) -> MultiStreamWeights:
-    """Stream adapters of `num_layers` layers, those of `TopLayers`, from arrays. streams: their shape."""
+    """The stream adapters of `num_layers` layers, those of `TopLayers`, made of arrays. streams:
+    their shape.
+    """
 
     def low_rank(name: str) -> LowRank:
         return LowRank(*(FloatLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
@@ -200,7 +205,7 @@ def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: in
 
 
 def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
-    """Parameters at the start of training: adapters that add nothing, and embeddings that add little."""
+    """The parameters at the start of training: adapters that add nothing, and embeddings that add little."""
     rng = np.random.default_rng(seed)
     shape = (streams.streams, config.hidden_size)
     parameters = {EMBEDDINGS: mx.array(EMBEDDING_DEVIATION * rng.standard_normal(shape, np.float32))}
@@ -211,7 +216,7 @@ def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) ->
 
 
 def stored_parameters(arrays: Mapping[str, Float32], bits: Literal[4, 8, 16]) -> dict[str, mx.array]:
-    """The arrays as they read back once quantised. Raises CheckpointError for values beyond float16."""
+    """The arrays after quantising and reading them back. Raises CheckpointError for values beyond float16."""
     runner = _native.Runner(usable_cores(), "auto")
     rows = {name: quantize(runner, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
     read = {name: dequantize(of, bits, arrays[name].shape[1]) for name, of in rows.items()}
@@ -229,10 +234,10 @@ def stream_loss(
 ) -> mx.array:
     """The loss of the streams of the tokens `run`, in nats per token.
 
-    Stream j of the token at t drafts the token at t + 1 + j. Its loss is the cross-entropy to the model's own
+    Stream j of the token at t drafts the token at t + 1 + j. Its loss is the cross-entropy to the model's
     distribution there, given the text up to t + j, as when draft tokens are verified. In lossless mode the
-    loss is the mean of these. In shared mode it is a tenth of each stream's, plus the loss of the text's own
-    next tokens.
+    loss is the mean over streams. In shared mode it is a tenth of each stream's loss, plus the loss of the
+    text's next tokens.
 
     Args:
         parameters: the trained arrays.
@@ -256,7 +261,8 @@ def stream_loss(
 
 
 def right_draft_tokens(model: Transformer, window: TrainingWindow) -> NDArray[np.bool_]:
-    """(T - S, S), true where a stream's likeliest token is the model's own likeliest token there.
+    """Whether a stream's likeliest token is the same as the model's likeliest token at that place, (T - S,
+    S).
 
     It covers all tokens but the last S. Every neuron is available.
     """
@@ -274,9 +280,11 @@ def right_draft_tokens(model: Transformer, window: TrainingWindow) -> NDArray[np
 
 
 def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
-    """Acceptance rate of each stream: share of correct draft tokens where all streams before it were correct.
+    """The acceptance rate of each stream: the share of correct draft tokens, among those for which all
+    earlier streams were correct.
 
-    right: (n, S) result of `right_draft_tokens` for every window. The rate is 0 if there is nothing to count.
+    right: for every window, the result (n, S) of `right_draft_tokens`. The rate is 0 if there is nothing to
+    count.
     """
     so_far = np.concatenate([np.cumprod(of, axis=1) for of in right])
     counts = [len(so_far), *so_far.sum(axis=0).tolist()]
@@ -286,9 +294,10 @@ def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
 def states(
     model: Transformer, window: TrainingWindow, runs: Sequence[range], stop: int
 ) -> tuple[mx.array, mx.array]:
-    """Last hidden states of the window's tokens before `stop`, (stop, D), and of `runs`' streams, (P, S, D).
+    """The last hidden states of the window's tokens before `stop`, (stop, D), and of the streams of the
+    tokens in `runs`, (P, S, D).
 
-    runs: ascending, none longer than `longest_run`.
+    runs: ranges of tokens, ascending, none longer than `longest_run`.
     """
     layout = KVLayout(model.config, 32)
     kv = SequenceState(layout, no_block, arrays=MlxKV(layout))
@@ -309,18 +318,20 @@ def states(
 
 
 def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:
-    """(...,) cross-entropy in nats of logits (..., V) to chances (..., V), which sum to one."""
+    """The cross-entropy in nats, (...,), of logits (..., V) to probabilities `chances` (..., V), which sum to
+    one.
+    """
     return mx.logsumexp(logits, axis=-1) - (logits * chances).sum(axis=-1)
 
 
 def _cross_entropy(logits: mx.array, tokens: mx.array) -> mx.array:
-    """(n,) cross-entropy in nats of logits (n, V) to the actual tokens (n,)."""
+    """The cross-entropy in nats, (n,), of logits (n, V) to the actual tokens (n,)."""
     picked = mx.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return mx.logsumexp(logits, axis=-1) - picked
 
 
 def _likeliest(model: Transformer, hidden: mx.array) -> NDArray[np.int64]:
-    """(n,) likeliest next tokens after hidden states (n, D)."""
+    """The likeliest next token after each of the hidden states (n, D), as (n,)."""
     tokens: list[Float32] = []
     for start in range(0, hidden.shape[0], LOGIT_ROWS):
         tokens.append(np.array(mx.argmax(model.logits(hidden[start : start + LOGIT_ROWS]), axis=-1)))

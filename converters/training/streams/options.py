@@ -1,4 +1,4 @@
-"""Options of a streams' training: their ranges and defaults. Imports without MLX."""
+"""The options for training streams, with ranges and defaults. Can be imported without MLX."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RESIDENT_PARTS = 16
 
 
 def resident_prefix(neurons: int, parts: int) -> int:
-    """Number of first neurons in `parts` of a layer's RESIDENT_PARTS; at least one."""
+    """The number of neurons in the first `parts` out of a layer's RESIDENT_PARTS parts; at least one."""
     return max(1, neurons * parts // RESIDENT_PARTS)
 
 
 def longest_run(streams: int) -> int:
-    """Most tokens of a run: the run and a token's streams form one path of the forward pass's tree."""
+    """The most tokens of a run. A run and a token's streams form one path in the tree of a forward pass."""
     return MAX_DEPTH + 1 - streams
 
 
@@ -31,14 +31,15 @@ def longest_run(streams: int) -> int:
 class MultiStreamOptions:
     """The shape of the streams, and how they are trained.
 
-    Args: mode: `lossless`, or `shared` if adapters also apply to the text's own tokens. gamma: streams per
+    Args:
         token. layers: number of last layers that have streams. 0 means half of the layers, MAX_STREAM_LAYERS
         at most. attention_rank: rank of the attention's adapters. It is reduced, as `feed_forward_rank` is,
         if the adapters would exceed `most_of_model`. feed_forward_rank: rank of the feed-forward's adapters.
         most_of_model: largest number of adapter parameters, as a share of the model's parameters. bits: bits
         of the stored matrices. tokens: most tokens of the text to use. learning_rate: the highest learning
-        rate of the schedule. batch_tokens: tokens whose streams a step trains, about: run_tokens of each
-        window. run_tokens: tokens of a window whose streams are trained; the other tokens are their context.
+        rate of the schedule. batch_tokens: about the number of tokens whose streams a step trains: run_tokens
+            of each window. run_tokens: number of tokens of a window whose streams are trained; the other
+            tokens are their context.
         steps: number of steps. seed: seed of all random numbers.
     """
 

@@ -1,9 +1,10 @@
 """Trains streams for a finished bundle: records the inputs of their layers, fits adapters, measures and
 writes them.
 
-The loss is in `loss.py`, the format in `ondevice/bundle/streams.py`. The state of a training lies in a folder
-of its own, so that a stopped training can go on. Its numbers are then the same as without the stop. Memory:
-the layers that have streams and the head in float32, and one window's gradients. The inputs are on disk.
+The loss is in `loss.py`, the format in `ondevice/bundle/streams.py`. The state of a training is kept in a
+separate folder, so that a stopped training can continue. Its numbers are then the same as without the stop.
+Memory: the layers that have streams and the head in float32, and one window's gradients. The inputs are on
+disk.
 
 Legend: N tokens, D hidden size, S streams.
 """
@@ -82,7 +83,8 @@ ReadWindow = Callable[[], TrainingWindow]
 class TrainedMultiStreams:
     """Trained adapters.
 
-    facts: without checksums. arrays: float32 by the names of `streams.safetensors`.
+    facts: description of the streams, without checksums. arrays: float32, by the names in
+    `streams.safetensors`.
     """
 
     facts: MultiStreams
@@ -95,7 +97,7 @@ class TrainedMultiStreams:
 
 
 def check(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> Pieces:
-    """The pieces that measure and don't train: the last ones, at least one and never all.
+    """The pieces used only for measuring: the last ones, at least one and never all.
 
     Raises UsageError if the text is too short, or for more stream layers than the model has,
     UnsupportedModelError for a model that can't have streams.
@@ -121,7 +123,7 @@ def train_streams(
 ) -> TrainedMultiStreams:
     """Train streams for `bundle`, and measure them as they will be stored.
 
-    The last MEASURED_SHARE of the pieces measure and don't train.
+    The last MEASURED_SHARE of the pieces is used only for measuring.
 
     Args:
         bundle: the model.
@@ -171,7 +173,7 @@ def forget(folder: Path) -> None:
 
 
 def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStreamOptions) -> MultiStreams:
-    """Shape of the streams, and sizes of their text. `acceptance` and checksums are placeholders."""
+    """The shape of the streams, and the sizes of the text. `acceptance` and checksums are placeholders."""
     config = bundle.config
     layers = options.layers or min(MAX_STREAM_LAYERS, max(1, config.num_layers // 2))
     measured_tokens = sum(len(piece) for piece in measured)
@@ -198,7 +200,7 @@ def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStrea
 
 
 def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> bytes:
-    """Bytes that identify a training: it goes on only if the model, text and options are the same."""
+    """Bytes that identify a training. It continues only if model, text and options are the same."""
     text = hashlib.sha256()
     for piece in pieces:
         text.update(len(piece).to_bytes(8, "little") + np.array(piece, dtype="<i8").tobytes())
@@ -209,7 +211,7 @@ def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> by
 
 @contextmanager
 def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
-    """A context that holds the training's folder for this process alone; it is made if it doesn't exist.
+    """A context in which only this process uses the training's folder, which is made if it doesn't exist.
 
     Raises UsageError if it belongs to another training, OndeviceError if the disk refuses or another process
     trains there.
@@ -235,14 +237,18 @@ def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
 
 
 def _long_enough(piece: Sequence[int], options: MultiStreamOptions) -> bool:
-    """True if the piece holds all tokens that the streams of at least one of its tokens draft."""
+    """Whether a piece is long enough: it must contain all tokens that the streams of at least one token
+    draft.
+    """
     return len(piece) >= options.gamma + 2
 
 
 def _windows(
     pieces: Pieces, layer_inputs: Path, hidden_size: int, options: MultiStreamOptions
 ) -> list[tuple[int, ReadWindow]]:
-    """Index and reader of each piece that is long enough. A reader loads the window when it is called."""
+    """The index and the reader of each piece that is long enough. A reader loads the window when it is
+    called.
+    """
     values = np.memmap(layer_inputs, np.float32, "r").reshape(-1, hidden_size)
     starts = np.cumsum([0, *(len(piece) for piece in pieces)])
 
@@ -254,7 +260,9 @@ def _windows(
 
 
 class StreamTraining:
-    """Parameters and Adam's moments (arXiv 1412.6980), moved step by step and saved every SAVE_SECONDS."""
+    """The parameters and Adam's moments (arXiv 1412.6980), which are moved step by step and saved every
+    SAVE_SECONDS.
+    """
 
     def __init__(
         self,
@@ -264,7 +272,9 @@ class StreamTraining:
         options: MultiStreamOptions,
         path: Path,
     ) -> None:
-        """path: the file of the saved state. If an earlier run has left it, training goes on from there."""
+        """path: the file of the saved state. If an earlier run has left one, training continues
+        from there.
+        """
         self._facts, self._top, self._options, self._path = facts, top, options, path
         self._zeros_gates = config.zeros_gates
         self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
@@ -316,7 +326,7 @@ class StreamTraining:
         return loss
 
     def _gradients(self, window: TrainingWindow, rng: Generator) -> tuple[float, dict[str, Any]]:
-        """Loss of a random run of the window, and its gradients by parameter."""
+        """The loss of a random run of the window, and its gradients by parameter."""
         count = self._facts.streams
         length = len(window.tokens) - count - 1
         tokens = min(self._options.run_tokens, length)
@@ -341,7 +351,7 @@ class StreamTraining:
         return float(loss.item()), gradients
 
     def _state(self) -> dict[str, NDArray[Any]]:
-        """All arrays that determine the rest of the training, by name."""
+        """All arrays that determine the remaining training, by name."""
         state = self._adam.state
         arrays = {f"parameter/{name}": np.array(values) for name, values in self.parameters.items()}
         for moment in ("m", "v"):
@@ -375,12 +385,12 @@ class StreamTraining:
 
 
 def _kind(array: NDArray[Any] | None) -> str:
-    """Type and shape of a saved array, which must be the expected ones, or "missing"."""
+    """The type and the shape of a saved array, to be compared with the expected ones, or "missing"."""
     return "missing" if array is None else f"{array.dtype} {array.shape}"
 
 
 def learning_rate(options: MultiStreamOptions, step: int) -> float:
-    """Learning rate of a step, counted from 0: a rise, then half a cosine down to zero."""
+    """The learning rate of a step, counted from 0: first it rises, then it falls to zero as half a cosine."""
     rise = max(1.0, WARM_UP_SHARE * options.steps)
     fall = 0.5 * (1.0 + math.cos(math.pi * step / options.steps))
     return options.learning_rate * min(1.0, (step + 1) / rise) * fall

@@ -50,13 +50,13 @@ def write_streams(
 ) -> MultiStreams:
     """Add streams to the bundle in `folder`; older ones are replaced.
 
-    arrays: float32 by the specification's names. Matrices (`layers.{i}.qkv.down` ...) have their logical
-    shapes and aren't quantised. acceptance: acceptance rate of each stream; None writes zeros. The other
-    arguments are those of `MultiStreams`.
+    arrays: float32, under the names of the specification. Matrices (`layers.{i}.qkv.down` ...) have their
+    logical shapes and aren't quantised. acceptance: acceptance rate of each stream; None writes zeros. The
+    other arguments are those of `MultiStreams`.
 
     Raises, before anything is changed, what `Bundle.open` raises, BundleError for a fact out of range, and
     CheckpointError for an array that is missing, unknown, of another type or shape, or not finite. Raises
-    OndeviceError where the disk has no room.
+    OndeviceError if the disk has no room.
     """
     bundle = Bundle.open(folder)
     facts = MultiStreams(
@@ -85,19 +85,21 @@ def write_streams(
 
 
 def save_streams(streams: MultiStreams, folder: Path) -> None:
-    """Write `streams.json` durably. This is the last step: it makes the streams part of the bundle."""
+    """Write `streams.json` durably. This must be the last step, because it makes the streams part of the
+    bundle.
+    """
     save_sidecar(STREAMS_SIDECAR, streams_text(streams), folder)
 
 
 def _check_facts(facts: MultiStreams, config: ModelConfig) -> None:
-    """Raises BundleError for facts that no reader would accept."""
+    """Check the facts. Raises BundleError for those that no reader would accept."""
     if not all(0.0 <= share <= 1.0 for share in facts.acceptance):
         raise BundleError(f"acceptance is {facts.acceptance}; it must be shares from 0 to 1, one per stream")
     check_streams(facts, config)
 
 
 def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]) -> None:
-    """Raises CheckpointError for the first array that doesn't match the specification."""
+    """Check the arrays. Raises CheckpointError for the first one that doesn't match the specification."""
     shapes = {EMBEDDINGS: (facts.streams, config.hidden_size)} | facts.matrices(config)
     unknown = sorted(set(arrays) - set(shapes))
     if unknown:
@@ -115,7 +117,7 @@ def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str,
 def _stored(
     facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]
 ) -> Iterator[NDArray[np.generic]]:
-    """Each tensor as it is stored, in the order of `stream_tensors`.
+    """Yields each tensor in its stored form, in the order of `stream_tensors`.
 
     Raises CheckpointError for values beyond float16.
     """
