@@ -70,8 +70,7 @@ def train_predictors(
     Args:
         model: a path, a name or an alias. The default is the model that ships.
         text: the text to learn from, or None for `pieces`.
-        pieces: token ids instead of a text, each piece read from an empty context. The last ones only
-            measure.
+        pieces: token ids instead of a text, each piece read from an empty context. The last only measure.
         output: a new folder for a copy with the predictors. The default is the model's folder.
         tokens: most tokens of the text to use.
         measured_tokens: most tokens that perplexity and agreement are measured on; they don't train.
