@@ -507,7 +507,7 @@ class Model:
         return self
 
     def _require_open(self) -> None:
-        """Raises OndeviceError once the model is closed, and in a child of fork()."""
+        """Check that the model can be used. Raises OndeviceError after `close`, and in a child of fork()."""
         self._host.require_open()
 
     def __exit__(

@@ -318,7 +318,7 @@ class RuntimeConfig:
     """Day that chat templates use as today, as YYYY-MM-DD. Empty: today."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value of the wrong type or out of range."""
+        """Check all values. Raises UsageError for one of the wrong type or out of range."""
         for name, allowed in _runtime_choices().items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
@@ -452,7 +452,7 @@ class SamplingConfig:
     """What the text, or the reply in a conversation, has to obey. None: nothing."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value of the wrong type or out of range."""
+        """Check all values. Raises UsageError for one of the wrong type or out of range."""
         self._check_types()
         checks = (
             (

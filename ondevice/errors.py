@@ -180,7 +180,9 @@ def descriptor_refused(error: OSError) -> OndeviceError:
 
 
 def check_thread(owner: int) -> None:
-    """Raises WrongThreadError unless the current thread is `owner`, a `threading.get_ident()` value."""
+    """Check the current thread. Raises WrongThreadError unless it is `owner`, a `threading.get_ident()`
+    value.
+    """
     if threading.get_ident() != owner:
         raise WrongThreadError(
             f"a model was run on the thread {threading.current_thread().name!r}, which doesn't own it; its "

@@ -188,7 +188,7 @@ class Host:
         return follow
 
     def require_open(self) -> None:
-        """Raises OndeviceError once the host is closed, and in a fork()ed child process."""
+        """Check that the host can be used. Raises OndeviceError after `close`, and in a child of fork()."""
         self.owner.require_open()
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class GenerationStats:
 
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1.
     `prefetch_recall` is the share of the others that were prefetched. `prefetch_wasted_bytes` counts bytes
-    prefetched in vain.
+    that were prefetched but not used.
 
     `decode_passes` counts the forward passes after the prompt's, which took `decode_seconds`.
     `accepted_tokens_per_pass` is the number of tokens generated after the first, over decode passes.

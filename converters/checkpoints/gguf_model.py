@@ -325,9 +325,7 @@ def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
 
 
 def _names(family: GgufFamily, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """For each name in a checkpoint, the name in the file, for those tensors of the file that the family
-    knows.
-    """
+    """The names in the file of those tensors that the family knows, by their names in a checkpoint."""
     blocks, wholes = {**BLOCK_NAMES, **family.blocks}, {**MODEL_NAMES, **family.wholes}
     names = {}
     for name in stored:

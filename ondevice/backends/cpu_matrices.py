@@ -102,7 +102,7 @@ class StreamedLinear:
 
 
 class StreamedHead:
-    """The output head in units of consecutive rows; all units but the last have the same number of rows."""
+    """The output head in units of consecutive rows; the last unit may have fewer rows."""
 
     def __init__(self, units: Sequence[StreamedLinear]) -> None:
         self.units = tuple(units)

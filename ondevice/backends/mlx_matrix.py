@@ -95,7 +95,7 @@ def _multiplies_mxfp4() -> bool:
 
 
 def require_mode(layout: RowLayout) -> None:
-    """Raises BackendUnavailableError where this MLX can't multiply the format."""
+    """Check a format. Raises BackendUnavailableError if this version of MLX can't multiply it."""
     if layout.mxfp4 and not _multiplies_mxfp4():
         raise BackendUnavailableError(
             f"--backend mlx: the model has weights in MXFP4, which MLX {mx.__version__} can't multiply; "

@@ -70,7 +70,7 @@ def _first_error(error: RuntimeError) -> str:
 
 
 def require_memory(nbytes: int) -> None:
-    """Raises MemoryError if the system refuses `nbytes` bytes; allocates nothing."""
+    """Ask the system for `nbytes` bytes without allocating them. Raises MemoryError if it refuses."""
     # MLX's CPU device doesn't check its allocations.
     try:
         mmap(-1, max(1, nbytes)).close()

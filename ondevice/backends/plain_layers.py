@@ -1,4 +1,4 @@
-"""The interface of what runs several plain layers at once.
+"""The interface of objects that run several plain layers in one call.
 
 A plain layer is attention with one projection of queries, keys and values, then a dense feed-forward. Both
 read the residual through a norm, or as it is, and add to it, possibly through a norm of the output.

@@ -1,7 +1,7 @@
 """Routing: the experts of each token and their weights, from a router's logits.
 
 `route` is in numpy, by additions, multiplications and divisions of single values, so that a row's result has
-the same bits on every machine and beside any other rows. Legend: T tokens, E experts, k chosen for a token.
+the same bits on every machine and with any other rows. Legend: T tokens, E experts, k chosen for a token.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _router(spec: ExpertsSpec) -> _native.Router:
 def _weighted(
     ids: Int32, logits: Float32, scores: Float32, spec: ExpertsSpec, scales: Float32 | None
 ) -> Routing:
-    """The routing to experts ids (T, k), ascending in each row."""
+    """The routing of tokens to their experts `ids` (T, k), ascending in each row, with weights from the
+    scores.
+    """
     weights = scores[_each_row(ids), ids].astype(np.float64)
     if spec.scoring == "softmax":
         highest = logits.max(axis=1, keepdims=True)

@@ -364,7 +364,7 @@ def draft_layer_text(layer: DraftLayer) -> bytes:
 
 
 def check_draft_layer(layer: DraftLayer, target: ModelConfig) -> None:
-    """Raises BundleError for a value that the JSON file can't have for this model."""
+    """Check a draft layer for this model. Raises BundleError for a value that the JSON file can't have."""
     _parse(parse_sidecar(layer.sidecar, draft_layer_text(layer)), target)
 
 

@@ -1,7 +1,8 @@
 """`bundle.json`: its dataclasses, its strict parser and its text.
 
 Every field has a type and a range; unknown, missing or repeated keys are refused. The manifest contains the
-sha256 of its own canonical form, which distinguishes damage from a value that was wrong when written.
+sha256 of its canonical form. This distinguishes a damaged manifest from one that was written with a wrong
+value.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def read_bits(section: Section, key: str) -> int:
 
 
 def require_weights(sidecar: Sidecar, manifest: Manifest, model: str) -> None:
-    """Raises BundleError if the sidecar is for other weights."""
+    """Check which weights a sidecar was made for. Raises BundleError if they aren't this bundle's."""
     if model != weights_digest(manifest):
         raise BundleError(f"{sidecar.manifest} was made for other weights than these")
 
@@ -181,7 +181,7 @@ def require_weights(sidecar: Sidecar, manifest: Manifest, model: str) -> None:
 def check_sidecar(
     sidecar: Sidecar, manifest: Manifest, model: str, layout: FileLayout, crcs: Sequence[int]
 ) -> None:
-    """Raises BundleError if the sidecar is for other weights or has the wrong number of checksums."""
+    """Check a sidecar. Raises BundleError if it is for other weights or has the wrong number of checksums."""
     require_weights(sidecar, manifest, model)
     expected = layout.crc_count(layout.nbytes or 0)
     if len(crcs) != expected:

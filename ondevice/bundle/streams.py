@@ -153,7 +153,7 @@ def says_lossless(data: bytes) -> bool:
 
 
 def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
-    """Raises BundleError for a value that `streams.json` can't have for this model."""
+    """Check streams for this model. Raises BundleError for a value that `streams.json` can't have."""
     _parse(parse_sidecar(STREAMS_SIDECAR, streams_text(streams)), config)
 
 

@@ -76,7 +76,7 @@ def verify(
     """Checks the bundle, sidecars last. on_progress: called with (bytes read, bytes in total).
 
     Raises what `Bundle.open` raises, and BundleError at the first damage, with file, offset and record, and
-    the command that makes that file anew.
+    the command that makes that file again.
     """
     import hashlib
 
@@ -140,7 +140,9 @@ def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
 
 
 def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) -> None:
-    """Raises BundleError at the first CRC unit that doesn't match. All units have one size."""
+    """Check a file. Raises BundleError at the first CRC unit that doesn't match. All units have the same
+    size.
+    """
     (unit,) = file.crc_units
     # A separate mapping, as the allocator would keep a freed large array's memory for good.
     buffer = np.frombuffer(mmap.mmap(-1, unit), np.uint8)

@@ -135,13 +135,14 @@ class MarkedReply:
         calls_alone: bool = False,
     ) -> None:
         """Args:
-        marks: what thinking stands between; None if the model doesn't think.
+        marks: the two marks around thinking; None if the model doesn't think.
         thinks: whether the prompt ends with the first of them.
         calls: the format of calls; None if there are none.
-        tools: what may be called, by name.
-        special: ids of the special tokens, which have no text of their own, by name.
+        tools: the tools that may be called, by name.
+        special: ids of the special tokens, which aren't part of the text, by name.
         openers: the id of the first of the marks, if it is a token.
-        calls_alone: whether marks of calls behind a text are text, and so is all that isn't the format's.
+        calls_alone: whether a reply is either calls or a text: marks of calls after a text are text, and so
+            are calls in another format.
         """
         self._marks, self._calls, self._tools = marks, calls, tools
         self._calls_alone = calls_alone

@@ -131,16 +131,17 @@ def bench(
 
     With --ablation, one configuration after the other: everything read from flash for every token, only the
     neurons, only those that are selected, with a cache, in one read each, and overlapped with computing. The
-    first tokens behind the prompt warm up and aren't counted. Give a --dram-budget smaller than the model.
+    first tokens after the prompt are for warming up and aren't counted. Give a --dram-budget smaller than the
+    model.
 
     With --parts, products by matrix, attention, packing of activations, norms, Python and waits for flash:
     milliseconds, multiplications and bytes per second of each. Passes have no drafts. The pass that drafts
     with the weights in memory is split too, where the budget has one.
 
-    With --speculation all, every drafter that the model can have on every kind of text, beside plain decoding
-    in the same run: tokens per pass, draft tokens and their acceptance by depth, time per pass, reads,
-    and the speed over plain decoding, greedily if no sampling is asked for. That texts stay the same is
-    checked: if one doesn't, the exit code is 1.
+    With --speculation all, every drafter that the model can have on every kind of text, and plain decoding in
+    the same run: tokens per pass, draft tokens and their acceptance by depth, time per pass, reads, and the
+    speed over plain decoding, greedily if no sampling is asked for. That texts stay the same is checked: if
+    one doesn't, the exit code is 1.
     """
     compared = speculation == EVERY_DRAFTER
     _refuse(context, _NEVER_COMPARED if compared else _ONLY_COMPARED, compared)
@@ -254,7 +255,7 @@ def compare(
 
 
 def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> None:
-    """Raises UsageError for an option on the command line that this kind of benchmark doesn't take."""
+    """Check the command line. Raises UsageError for an option that this kind of benchmark doesn't take."""
     flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

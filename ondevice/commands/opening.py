@@ -75,7 +75,9 @@ def resolved_model(
 
 
 def require_fit(resolved: ResolvedModel) -> None:
-    """Raises BudgetError, with the expected speeds in larger budgets, if the model doesn't fit."""
+    """Check that the model fits the budget. Raises BudgetError, with the speeds to expect in larger budgets,
+    if not.
+    """
     try:
         resolved.require_fit()
     except BudgetError as error:

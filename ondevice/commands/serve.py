@@ -145,7 +145,7 @@ def serve(models: tuple[str, ...], model: str | None, yes: bool, **values: Any) 
 
 
 def require_packages() -> None:
-    """Raises BackendUnavailableError unless the extra `serve` is installed."""
+    """Check that the extra `serve` is installed. Raises BackendUnavailableError if not."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise BackendUnavailableError(

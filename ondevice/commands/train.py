@@ -80,9 +80,9 @@ def train() -> None:
 def predictors(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Train predictors of which neurons fire, for --sparsity predicted.
 
-    They are measured on the last tenth of the text, which neither trains them nor sets their thresholds: what
-    they miss, what they select in vain, and what that costs in perplexity. Models with ReLU gates only, and
-    --backend cpu or mlx, which runs the model, fits and measures.
+    They are measured on the last tenth of the text, which isn't used for training or for thresholds: what
+    they miss, what they select needlessly, and what that costs in perplexity. Models with ReLU gates only,
+    and --backend cpu or mlx, which runs the model, fits and measures.
     """
     from ondevice import training
     from ondevice.commands import training_reports as reports
@@ -128,9 +128,9 @@ def expert_costs(model: str | None, text: str, as_json: bool, **options: Any) ->
 def ngrams(model: str | None, text: str, as_json: bool, **options: Any) -> None:
     """Sort what follows every few tokens of a text into a datastore, for --speculation ngrams.
 
-    It lies beside the model on flash; a small index of it is read into memory. The model doesn't run. Drafts
-    come from it, so text of the kind that the model writes serves best. Its tokens are the model's own: it
-    serves every bundle with the same tokenizer.
+    The datastore is stored with the model on flash; only a small index of it is read into memory. The model
+    doesn't run. Drafts come from this text, so it should resemble what the model writes. It works for every
+    bundle with the same tokenizer.
     """
     from ondevice import training
     from ondevice.commands import training_reports as reports

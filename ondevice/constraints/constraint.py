@@ -33,7 +33,9 @@ class Constraint:
     most_digits: int = 0
 
     def __post_init__(self) -> None:
-        """Raises UsageError for values of another type, ConstraintError for a source that is too long."""
+        """Check all values. Raises UsageError for one of another type, ConstraintError for a source that is
+        too long.
+        """
         if self.kind not in KINDS:
             raise UsageError(f"the constraint's kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
         if not isinstance(self.source, str):

@@ -106,7 +106,9 @@ class Grammars:
     """Turns constraints into matchers for one model's tokens. Safe from any thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        """Raises BackendUnavailableError without llguidance, OndeviceError if it can't use the vocabulary."""
+        """vocabulary: the model's tokens. Raises BackendUnavailableError if llguidance isn't installed,
+        OndeviceError if it can't use the vocabulary.
+        """
         require_package()
         import llguidance
 
@@ -181,7 +183,7 @@ class Grammars:
 
 
 def require_package() -> None:
-    """Raises BackendUnavailableError unless the extra `constrain` is installed."""
+    """Check that the extra `constrain` is installed. Raises BackendUnavailableError if not."""
     if find_spec("llguidance") is None:
         raise BackendUnavailableError(
             "text under a constraint needs llguidance: pip install llguidance, or ondevice[constrain]"

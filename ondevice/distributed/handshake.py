@@ -197,7 +197,9 @@ def device(backend: str) -> str:
 
 
 def require_same(cards: list[RankCard]) -> None:
-    """Raises RankError unless all ranks have the same model and sidecars, and the same device."""
+    """Check the ranks. Raises RankError unless all have the same model, the same sidecars and the same kind
+    of device.
+    """
     first = cards[0]
     for rank, it in enumerate(cards):
         if it.digest != first.digest:

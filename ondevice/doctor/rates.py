@@ -28,7 +28,7 @@ QUICK_PART = 10
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What was measured of this machine.
+    """The measured rates of this machine.
 
     flash: the costs of random reads on one device. multiply_bytes_per_second: bytes of weights in DRAM that
     `threads` threads multiply by one token's activations in a second.

@@ -172,7 +172,9 @@ class Comparison:
         return next(row for row in self.rows if (row.task, row.drafter) == (task, drafter))
 
     def require_same_texts(self) -> None:
-        """Raises TextChangedError if a drafter's text isn't that of plain decoding."""
+        """Check the texts. Raises TextChangedError if a drafter's text differs from that of plain
+        decoding.
+        """
         if self.changed:
             first, count = self.changed[0], len(self.changed)
             raise TextChangedError(

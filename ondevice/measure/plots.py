@@ -113,7 +113,9 @@ def draw_speeds(forecast: SpeedForecast, model: str, path: Path) -> None:
 
 
 def _require_matplotlib(without: str) -> None:
-    """Raises BackendUnavailableError if matplotlib isn't installed. without: the option to leave out."""
+    """Check that matplotlib is installed. Raises BackendUnavailableError if not. without: the option to leave
+    out.
+    """
     if util.find_spec("matplotlib") is None:
         raise BackendUnavailableError(
             "drawing takes matplotlib, which isn't installed: pip install 'ondevice[plots]'; or leave out "

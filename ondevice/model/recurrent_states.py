@@ -28,7 +28,8 @@ class RecurrentStates:
     its inputs.
 
     allocate, release: functions for buffers of `layout.nbytes` or `layout.ahead_bytes` bytes, as in
-    `SequenceState`. memory: how buffers are read and written; by default they are the allocator's bytes.
+        `SequenceState`.
+    memory: how buffers are read and written; by default they are the allocator's bytes.
     """
 
     def __init__(

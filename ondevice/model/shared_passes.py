@@ -1,7 +1,7 @@
 """Passes that several texts share: each text requests a pass, and one pass answers all requests.
 
 A pass over few rows spends most of its time on reading weights, which takes the same time for one row as for
-several. Every text gets the same bits as in passes of its own (`Transformer.run_each`): if bits depend on the
+several. Every text gets the same bits as in separate passes (`Transformer.run_each`): if bits depend on the
 number of rows, a pass has only so many rows, and texts take turns. This module knows nothing of sampling,
 plans or threads.
 """

@@ -326,7 +326,7 @@ class Transformer(LayerRange):
         return values
 
     def check_finite(self, logits: Float32) -> None:
-        """Raises BundleError if a value of logits, (n, V) or of frequent tokens, isn't finite."""
+        """Check logits, (n, V) or those of frequent tokens. Raises BundleError if a value isn't finite."""
         # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
         if any(logits.dot(self._zeros[: logits.shape[1]])):
             raise BundleError(

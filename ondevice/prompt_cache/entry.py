@@ -5,7 +5,7 @@ A file is a header in whole pages and the state's parts, end to end:
     8 bytes   MAGIC
     4 bytes   bytes of the header's JSON, little-endian
     4 bytes   CRC-32C of the JSON, little-endian
-    JSON      binding, parent, tokens, bytes of every part, CRC-32C of every CRC_BYTES behind the header
+    JSON      binding, parent, tokens, bytes of every part, CRC-32C of every CRC_BYTES after the header
     zeros     up to a whole page
 
 A run's name has the digest of all tokens before it, the digest of these and its own, and its length. So a

@@ -89,9 +89,8 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
 
 
 def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
-    """Raises BackendUnavailableError if the options name drafts that could change the text.
-
-    runtime: options with the backend resolved.
+    """Check the options for drafts. Raises BackendUnavailableError if they name drafts that could change the
+    text.
     """
     option = f"--speculation {runtime.speculation}"
     if runtime.speculation == "auto" and runtime.draft_model:

@@ -401,9 +401,7 @@ class _Planner:
         return self._in_chunks(prompt_chunk(self.bundle.config, self.runtime), max_context, wanted)
 
     def _smallest_at(self, max_context: int, wanted: int) -> ResolvedModel:
-        """The model as of `_at`, with small chunks of prompts if these change no bits and the options name no
-        size.
-        """
+        """Like `_at`, with small chunks of prompts if these change no bits and the options name no size."""
         chunk = prompt_chunk(self.bundle.config, self.runtime)
         if (
             not self.runtime.prefill_chunk
@@ -414,7 +412,7 @@ class _Planner:
         return self._in_chunks(chunk, max_context, wanted)
 
     def _in_chunks(self, prefill_chunk: int, max_context: int, wanted: int) -> ResolvedModel:
-        """The model as of `_at`, with prompts in chunks of `prefill_chunk` tokens."""
+        """Like `_at`, with prompts in chunks of `prefill_chunk` tokens."""
         runtime = replace(self.runtime, max_context=max_context, prefill_chunk=prefill_chunk)
         draft = None if self.draft is None else self.draft.within(max_context)
         config, sparsity = self.bundle.config, runtime.sparsity

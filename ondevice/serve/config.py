@@ -66,7 +66,7 @@ class ServeConfig:
     ssl_keyfile_password: str = ""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value out of range."""
+        """Check all values. Raises UsageError for one out of range."""
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port is {self.port}; it must be from 0 to 65535")
         if not 0 <= self.queue <= 10_000:

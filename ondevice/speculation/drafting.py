@@ -50,7 +50,7 @@ class Drafting:
 
     The decode loop calls `begin` and `end` for each text. For each pass it calls `propose` with all texts
     that decode; then, for each text, its `drew` for each drawn token, and `observe`. A prompt's pass has no
-    `propose`. Pass times depend on the number of texts, so each number has a policy and a state:
+    `propose`. Pass times depend on the number of texts, so there is a policy and a state for each number:
 
         +------------------- listening -------------------+
         |           drafts lose to plain passes           |  looking hasn't paid
@@ -66,12 +66,11 @@ class Drafting:
         |                    disabled                     |
         +-------------------------------------------------+
 
-    drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, drafters
-    are told of every token, and every pass is timed.
-    throttled: the pass is plain and untimed. Drafters are told of the missed tokens all at once, before they
-    are next asked; between passes that would take far longer.
-    disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards drafters begin anew with the
-    whole text.
+    drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both states,
+    drafters are told every token, and every pass is timed. throttled: the pass is plain and untimed. Drafters
+    are told the missed tokens all at once before they draft again; telling them between passes would take far
+    longer. disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards drafters begin again with
+    the complete text.
     """
 
     def __init__(

@@ -441,7 +441,7 @@ def _text_pieces(
 
 
 def spread(pieces: Pieces, tokens: int) -> Pieces:
-    """The most evenly spaced `pieces` with at most `tokens` tokens in all; at least one piece.
+    """Evenly spaced ones of `pieces`, as many as have at most `tokens` tokens in all, but at least one piece.
 
     The first pieces alone might all be from one kind of text.
     """

@@ -58,7 +58,7 @@ class MultiStreamOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value out of range."""
+        """Check all values. Raises UsageError for one out of range."""
         longest, most_rank = longest_run(self.gamma), f"1 to {MAX_ADAPTER_RANK}"
         checks = (
             ("mode", self.mode in ("lossless", "shared"), "'lossless' or 'shared'"),
