@@ -73,7 +73,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
 
 
 @pytest.mark.slow
-def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
+def test_no_setting_changes_two_hundred_tokens_of_a_real_model(stories_bundle: Path) -> None:
     with load(stories_bundle) as model:
         opening = model.tokenizer.encode("Once upon a time")
         prompt = [*opening, *model.generate(tokens=opening, max_tokens=140).tokens]

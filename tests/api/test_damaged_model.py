@@ -90,14 +90,18 @@ flips = given(name=names, where=st.floats(0, 1, exclude_max=True), mask=st.integ
 
 @few
 @flips
-def test_a_flipped_byte(name: str, where: float, mask: int, victim: Victim) -> None:
+def test_a_flipped_byte_raises_an_error_of_ondevice(
+    name: str, where: float, mask: int, victim: Victim
+) -> None:
     check_flipped(victim, name, where, mask)
 
 
 @pytest.mark.slow
 @settings(few, max_examples=80)
 @flips
-def test_more_flipped_bytes(name: str, where: float, mask: int, victim: Victim) -> None:
+def test_each_of_many_flipped_bytes_raises_an_error_of_ondevice(
+    name: str, where: float, mask: int, victim: Victim
+) -> None:
     check_flipped(victim, name, where, mask)
 
 
@@ -110,7 +114,7 @@ def check_flipped(victim: Victim, name: str, where: float, mask: int) -> None:
 
 @few
 @given(name=names, keep=st.floats(0, 1, exclude_max=True))
-def test_a_cut_file(name: str, keep: float, victim: Victim) -> None:
+def test_a_cut_file_raises_an_error_of_ondevice(name: str, keep: float, victim: Victim) -> None:
     data = victim.files[name]
     kept = data[: int(keep * len(data))]
     # White space after the manifest is no content.
@@ -121,7 +125,7 @@ def test_a_cut_file(name: str, keep: float, victim: Victim) -> None:
 
 @few
 @given(name=names, extra=st.binary(min_size=1, max_size=300))
-def test_an_extended_file(name: str, extra: bytes, victim: Victim) -> None:
+def test_an_extended_file_raises_an_error_of_ondevice(name: str, extra: bytes, victim: Victim) -> None:
     harmless = name == MANIFEST and not extra.strip()
     for outcome in victim.outcomes(name, victim.files[name] + extra):
         assert isinstance(outcome, DAMAGE) or (harmless and outcome == victim.sound)

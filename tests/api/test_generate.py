@@ -349,7 +349,7 @@ def test_logits_in_chunks_are_the_logits_in_one_pass() -> None:
         next(engine.logits([1] * (257 - len(tokens)), kv, 4))
 
 
-def test_common_prefix() -> None:
+def test_the_common_prefix_ends_at_the_first_difference() -> None:
     assert [common_prefix([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 9], [], [2])] == [
         3,
         2,

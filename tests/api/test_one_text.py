@@ -118,7 +118,7 @@ def texts(model: Model) -> list[tuple[int, ...]]:
 
 @pytest.mark.fast("gemma4 e")
 @pytest.mark.parametrize("name", MODELS)
-def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_changes_the_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, options = MODELS[name]
     monkeypatch.setitem(activations.ACT2FN, "fatrelu", (FatRelu, {"least": 0.2}))
     write_model(tmp_path / "source", family, {**options, NEURONS.get(name, "intermediate_size"): 700})
@@ -170,7 +170,7 @@ def test_drafts_that_run_in_the_model_leave_one_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PREDICTED)
-def test_one_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
+def test_no_setting_changes_the_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
     """It isn't that of all neurons, but the same one for every setting."""
     bundle = converted(tmp_path, name)
     train_predictors(bundle, pieces=made_up_pieces(4))
@@ -190,7 +190,7 @@ def test_one_text_of_predicted_neurons(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_text_of_experts(tmp_path: Path) -> None:
+def test_no_setting_changes_the_text_of_experts(tmp_path: Path) -> None:
     write_model(tmp_path / "source", "Olmoe", {**OLMOE, "intermediate_size": 100, "num_experts": 12})
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     with load(bundle, speculation="off", threads=1) as model:
@@ -212,7 +212,7 @@ def test_one_text_of_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_text_of_gemma3n(tmp_path: Path) -> None:
+def test_no_setting_changes_the_text_of_gemma3n(tmp_path: Path) -> None:
     write_model(tmp_path / "source", "Gemma3nText", GEMMA3N)
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     with load(bundle, sparsity="dense", speculation="off", threads=1) as model:

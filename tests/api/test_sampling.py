@@ -307,7 +307,7 @@ def test_ties_at_the_edge_go_to_the_lower_ids(filtering: dict[str, float]) -> No
     assert kept.token_ids.tolist() == [0, 1]
 
 
-def test_top_p_at_vocabulary_size() -> None:
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_at_vocabulary_size() -> None:
     logits = random_logits(32_000, scale=2.0)
     config = SamplingConfig(temperature=1.0, top_p=0.9)
     kept = process_logits(logits, config).token_ids

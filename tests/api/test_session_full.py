@@ -73,7 +73,7 @@ def test_a_message_that_is_too_long_by_itself_drops_nothing(model: Model) -> Non
     assert [message["role"] for message in session.transcript] == ["system", "user", "assistant"]
 
 
-def test_asyncio_forks_and_files(model: Model, tmp_path: Path) -> None:
+def test_a_full_session_replies_as_its_fork_and_its_saved_copy_do(model: Model, tmp_path: Path) -> None:
     session = model.session(when_full="drop")
     talk(session, 5)
     other = session.fork()

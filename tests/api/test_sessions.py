@@ -230,7 +230,7 @@ def test_closing_a_sessions_async_stream_closes_the_work_under_it(
     assert closed == ["inner", "outer"]
 
 
-def test_asyncio_sessions(model: Model) -> None:
+def test_a_session_replies_the_same_under_asyncio(model: Model) -> None:
     plain, awaited = model.session(), model.session()
     expected = plain.respond("Hello", max_tokens=5).tokens
 

@@ -70,7 +70,7 @@ def test_many_threads_get_their_own_answers(model: Model) -> None:
     assert wrong == []
 
 
-def test_asyncio(model: Model) -> None:
+def test_asyncio_gives_the_tokens_of_the_plain_calls(model: Model) -> None:
     async def both() -> tuple[list[int | None], tuple[int, ...]]:
         streamed = [event.token async for event in model.astream(PROMPT, max_tokens=6)]
         response = await model.agenerate(PROMPT, max_tokens=6)

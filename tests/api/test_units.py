@@ -47,7 +47,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
         (4_000_000_000, 4_000_000_000),
     ],
 )
-def test_sizes(text: str | int, expected: int) -> None:
+def test_a_size_is_read_in_decimal_and_binary_units(text: str | int, expected: int) -> None:
     assert parse_size(text) == expected
 
 
@@ -107,7 +107,7 @@ def test_plain_integers_are_themselves(count: int) -> None:
         (5 * 10**15, "5000 TB"),
     ],
 )
-def test_format_bytes(count: int, text: str) -> None:
+def test_bytes_are_shown_with_three_digits(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 

@@ -99,7 +99,9 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 
 @pytest.mark.fast("relu-options4", "silu-*")
 @pytest.mark.parametrize(("name", "options"), MODES)
-def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
+def test_no_setting_changes_the_text_of_layers_of_different_widths(
+    folder: Path, name: str, options: dict[str, Any]
+) -> None:
     plain = {key: options[key] for key in ("sparsity", "predictor_recall") if key in options}
     if plain["sparsity"] == "exact":
         plain["sparsity"] = "dense"
@@ -116,7 +118,7 @@ def test_one_text(folder: Path, name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
-def test_one_text_on_mlx(folder: Path, sparsity: str) -> None:
+def test_no_budget_changes_the_text_on_mlx(folder: Path, sparsity: str) -> None:
     pytest.importorskip("mlx.core")
     found = []
     with loaded(folder / "relu", sparsity=sparsity) as model:

@@ -195,7 +195,7 @@ def test_the_likeliest_tokens_are_those_of_cpu(stories_bundle: Path) -> None:
     assert equal >= 0.99 * seen, f"{equal} of {seen}"
 
 
-def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
+def test_a_pass_synchronises_once_a_layer_and_once_for_the_logits() -> None:
     with loaded(SHIPPED, sparsity="exact") as model:
         tokens = random_tokens(model.config, 60)
         model.generate(tokens=tokens, max_tokens=2)

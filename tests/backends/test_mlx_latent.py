@@ -88,7 +88,7 @@ def texts(model: Any) -> list[tuple[int, ...]]:
 
 @equal_on_cpu
 @pytest.mark.parametrize("kv_bits", [8, pytest.param(16, marks=pytest.mark.slow)])
-def test_one_text(
+def test_no_setting_changes_the_text(
     folder: Path, tmp_path: Path, kv_bits: Literal[16, 8], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every drafter, budget and chunk, from a prompt cache, and of the logits of a prompt."""

@@ -234,7 +234,7 @@ SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 5}]
 
 @pytest.mark.fast("nemotron h moe")
 @on_cpu
-def test_one_text(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_changes_the_text(hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of all sizes, in the smallest budget, with trees of drafts, from a prompt cache."""
     with loaded(hybrid) as model:
         expected = said(model)[0]

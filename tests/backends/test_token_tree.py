@@ -71,7 +71,7 @@ def test_what_a_node_sees() -> None:
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 5], [-2], list(range(-1, MAX_DEPTH + 1))])
-def test_no_tree(parents: list[int]) -> None:
+def test_parents_that_form_no_tree_are_refused(parents: list[int]) -> None:
     with pytest.raises(ValueError, match="node"):
         TokenTree(parents)
 

@@ -55,7 +55,9 @@ def test_a_trace_is_read_as_it_stands(tiny: RoutingTrace) -> None:
     # 0's 1 and 3. A share of 200 for each layer keeps all that the prompt's one pass used, above its budget.
     [("LRU", 700, 75), ("LRU", 500, 25), ("LFU", 500, 25), ("LRU by layer", 400, 75)],
 )
-def test_the_source_s_rules(tiny: RoutingTrace, policy: str, held_bytes: int, hits: int) -> None:
+def test_the_source_s_rules_give_the_hits_counted_by_hand(
+    tiny: RoutingTrace, policy: str, held_bytes: int, hits: int
+) -> None:
     assert source_rate(tiny, policy, held_bytes / 2**20) == hits
 
 

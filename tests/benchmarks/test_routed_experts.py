@@ -134,7 +134,7 @@ def test_every_step_has_experts() -> None:
     assert (found >= 0).all()
 
 
-def test_bytes_of_a_token() -> None:
+def test_a_token_reads_the_bytes_of_its_weights_and_states() -> None:
     """4.5 bits for each weight of attention, head and three of eight experts; 16 of routers. States twice."""
     attention, expert, head = (128 + 64 + 64 + 128) * 128, 3 * 64 * 128, 96 * 128
     weights = 2 * (attention + 3 * expert) + head

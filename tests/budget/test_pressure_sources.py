@@ -52,7 +52,7 @@ def group(
     return path
 
 
-def test_the_machine_alone(system: FakeSystem) -> None:
+def test_a_machine_without_cgroups_reports_its_memory_and_stalls(system: FakeSystem) -> None:
     assert read(system) == Reading(8 * GIB, 6 * GIB, HELD)
     stalls(system, system.proc / "pressure" / "memory", 34.5, 100)
     assert read(system) == Reading(8 * GIB, 6 * GIB, HELD, stalled=0.345, blocked=1.0)

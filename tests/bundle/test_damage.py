@@ -122,7 +122,7 @@ def test_every_file_of_a_bundle_is_damaged(victim: Victim) -> None:
 
 @many
 @given(name=st.sampled_from(FILES), where=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
-def test_flipped_byte(name: str, where: float, mask: int, victim: Victim) -> None:
+def test_a_flipped_byte_is_refused(name: str, where: float, mask: int, victim: Victim) -> None:
     data = bytearray(victim.files[name])
     data[int(where * len(data))] ^= mask
     victim.write(name, data)
@@ -133,7 +133,7 @@ def test_flipped_byte(name: str, where: float, mask: int, victim: Victim) -> Non
 
 @many
 @given(name=st.sampled_from(FILES), keep=st.floats(0, 1, exclude_max=True))
-def test_cut_file(name: str, keep: float, victim: Victim) -> None:
+def test_a_cut_file_is_refused(name: str, keep: float, victim: Victim) -> None:
     data = victim.files[name]
     victim.write(name, data[: int(keep * len(data))])
     error = victim.outcome()
@@ -142,7 +142,7 @@ def test_cut_file(name: str, keep: float, victim: Victim) -> None:
 
 @many
 @given(name=st.sampled_from(FILES), extra=st.binary(min_size=1, max_size=300))
-def test_extended_file(name: str, extra: bytes, victim: Victim) -> None:
+def test_an_extended_file_is_refused(name: str, extra: bytes, victim: Victim) -> None:
     victim.write(name, victim.files[name] + extra)
     error = victim.outcome()
     assert error is not None or (name == "bundle.json" and extra.isspace())
@@ -155,7 +155,9 @@ def test_extended_file(name: str, extra: bytes, victim: Victim) -> None:
     removed=st.integers(0, 20),
     inserted=st.binary(max_size=20),
 )
-def test_spliced_file(name: str, where: float, removed: int, inserted: bytes, victim: Victim) -> None:
+def test_a_spliced_file_is_refused(
+    name: str, where: float, removed: int, inserted: bytes, victim: Victim
+) -> None:
     data = victim.files[name]
     start = int(where * len(data))
     spliced = data[:start] + inserted + data[start + removed :]
@@ -167,7 +169,7 @@ def test_spliced_file(name: str, where: float, removed: int, inserted: bytes, vi
 
 @settings(many, max_examples=20)
 @given(names=st.permutations(FILES))
-def test_shuffled_files(names: list[str], victim: Victim) -> None:
+def test_files_under_each_other_s_names_are_refused(names: list[str], victim: Victim) -> None:
     for name, source in zip(FILES, names, strict=True):
         victim.write(name, victim.files[source])
     same = all(victim.files[name] == victim.files[source] for name, source in zip(FILES, names, strict=True))
@@ -195,7 +197,9 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(many, max_examples=30)
 @given(data=st.data(), values=st.lists(json_values, min_size=1, max_size=3))
-def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim) -> None:
+def test_a_hostile_manifest_never_changes_the_layout(
+    data: st.DataObject, values: list[Any], victim: Victim
+) -> None:
     """Values put in any place of a manifest whose sha256 is right, as an attacker would write it."""
     root: Any = {"manifest": copy.deepcopy(victim.manifest)}
     for value in values:
@@ -221,6 +225,6 @@ def test_hostile_manifest(data: st.DataObject, values: list[Any], victim: Victim
 @example(content=b'{"manifest":' * 1000)
 @example(content=b'"' + b"\\" * 100_000)
 @example(content=b'{"a":"' + b"[" * 1000 + b'"}')
-def test_any_bytes_as_manifest(content: bytes, victim: Victim) -> None:
+def test_a_manifest_of_any_bytes_is_refused(content: bytes, victim: Victim) -> None:
     victim.write("bundle.json", content)
     assert isinstance(victim.outcome(), BundleError)

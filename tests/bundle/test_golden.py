@@ -51,7 +51,7 @@ def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
     assert hashes(tmp_path / "b") == SHA256
 
 
-def test_a_bundle_without_gates(tmp_path: Path) -> None:
+def test_a_bundle_without_gates_keeps_its_hashes(tmp_path: Path) -> None:
     recipe = Recipe(config=golden_config(hidden_act="silu"))
     fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
     assert hashes(tmp_path / "b") == WITHOUT_GATES
@@ -64,7 +64,7 @@ def test_golden_bundle_opens_and_verifies() -> None:
     assert verify(GOLDEN, crc32c).checksums == 2 + 4 + 2 * 96 * 2 + 2 * 96
 
 
-def test_a_code_of_a_slice_by_hand(tmp_path: Path) -> None:
+def test_a_code_of_a_slice_stands_where_the_specification_says(tmp_path: Path) -> None:
     """Row 21, column 13 of the gate of slice 1, from the specification's offsets alone."""
     recipe = Recipe(config=golden_config(hidden_act="silu"))
     fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
@@ -81,7 +81,7 @@ def test_a_code_of_a_slice_by_hand(tmp_path: Path) -> None:
     assert found == np.float32(scale) * code + np.float32(bias)
 
 
-def test_checksum_oracle() -> None:
+def test_the_checksum_oracle_gives_the_published_crc32c() -> None:
     data = np.frombuffer(b"123456789", np.uint8)
     assert crc32c(data, (9,)).tolist() == [0xE3069283]
     assert crc32c(data, (4, 2)).tolist() == [
@@ -89,7 +89,7 @@ def test_checksum_oracle() -> None:
     ]
 
 
-def test_a_neuron_by_hand() -> None:
+def test_a_neuron_stands_where_the_specification_says() -> None:
     """Neuron 7 of layer 1, from the specification's offsets alone."""
     data = (GOLDEN / "neurons-00001.safetensors").read_bytes()
     start = 4096 + 7 * 192
@@ -112,7 +112,7 @@ def test_a_neuron_by_hand() -> None:
     assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
 
 
-def test_rows_of_tiles_by_hand() -> None:
+def test_rows_of_tiles_stand_where_the_specification_says() -> None:
     """Token 37 and row 18 of layer 1's queries, from the specification's offsets alone."""
     embedding, resident = (GOLDEN / f"{name}.safetensors" for name in ("embedding", "resident"))
     header = int.from_bytes(resident.read_bytes()[:8], "little")
@@ -136,7 +136,7 @@ def dequantised(row: bytes) -> list[float]:
     return [scale * code + bias for code in codes]
 
 
-def test_manifest_by_hand() -> None:
+def test_the_manifest_holds_the_sizes_and_sha256_of_its_files() -> None:
     document = json.loads((GOLDEN / "bundle.json").read_bytes())
     assert document["sha256"] == hashlib.sha256(canonical(document["manifest"])).hexdigest()
     for name, entry in document["manifest"]["files"].items():

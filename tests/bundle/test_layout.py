@@ -50,7 +50,9 @@ LLAMA_7B = llama_config(
         (4096, 8, 4096, 4096, 128),
     ],
 )
-def test_row(cols: int, bits: int, padded_cols: int, codes: int, scales: int) -> None:
+def test_a_row_pads_its_columns_to_whole_groups(
+    cols: int, bits: int, padded_cols: int, codes: int, scales: int
+) -> None:
     row = RowLayout(cols, bits)
     assert (row.padded_cols, row.groups) == (padded_cols, padded_cols // 64)
     assert (row.codes_bytes, row.scales_bytes, row.biases_bytes) == (codes, scales, scales)
@@ -75,7 +77,7 @@ def test_records_of_a_7b_model() -> None:
     assert neurons.crc_count(4096 + 11008 * 7168) == 2 * 11008
 
 
-def test_slices_of_a_7b_model() -> None:
+def test_a_slice_of_a_7b_model_has_256_neurons() -> None:
     """A unit of 256 neurons has 1.7 MiB, and 43 of them are a layer: a prime number, so a slice has one."""
     quant = QuantConfig(4, (("down", RowFormat(6, 32)),))
     layout = neuron_layout(LLAMA_7B, quant, 0)
@@ -95,7 +97,7 @@ def test_slices_of_a_7b_model() -> None:
     ("hidden", "neurons", "of_slice"),
     [(576, 1536, 256), (1536, 8960, 256), (896, 4864, 256), (64, 96, 64), (40, 72, 64), (128, 2048, 256)],
 )
-def test_neurons_of_a_slice(hidden: int, neurons: int, of_slice: int) -> None:
+def test_a_slice_takes_the_neurons_that_pad_least(hidden: int, neurons: int, of_slice: int) -> None:
     """Whole units, near 2 MiB or an eighth of a layer, with as little padding as can be."""
     config = replace(LLAMA_7B, hidden_size=hidden, intermediate_size=neurons)
     layout = neuron_layout(config, QuantConfig(4), 0)
@@ -111,7 +113,7 @@ def test_small_records_pack_at_64_bytes() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 20_000), min_size=1, max_size=3), min_size=1, max_size=3))
-def test_padding_rule(parts: list[list[int]]) -> None:
+def test_parts_align_to_512_bytes_where_that_costs_at_most_an_eighth(parts: list[list[int]]) -> None:
     layout = RecordLayout(tuple(tuple(RowLayout(cols, 8) for cols in part) for part in parts))
     used = [sum(row.nbytes for row in part) for part in layout.parts]
     at_512 = sum(padded(nbytes, 512) for nbytes in used)
@@ -122,7 +124,7 @@ def test_padding_rule(parts: list[list[int]]) -> None:
     assert zeros == layout.stride - sum(used)
 
 
-def test_resident_tensors_of_every_option() -> None:
+def test_every_option_adds_its_resident_tensors() -> None:
     config = golden_config(
         num_layers=1,
         hidden_size=100,
@@ -156,7 +158,7 @@ def test_resident_tensors_of_every_option() -> None:
     assert tensors["head"].shape == (4, 16 * 176)
 
 
-def test_headers() -> None:
+def test_headers_fill_pages_and_their_tensors_are_contiguous() -> None:
     header = record_header(96, 192)
     assert len(header) == 4096
     assert header[:8] == (4088).to_bytes(8, "little")

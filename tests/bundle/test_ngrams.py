@@ -157,7 +157,7 @@ def test_rows_of_a_frequent_context_keep_its_counts() -> None:
 
 
 @pytest.mark.parametrize("text", [[4, 5], [9] * 40, list(range(30))])
-def test_short_texts(tmp_path: Path, text: list[int]) -> None:
+def test_ngrams_of_a_short_text_count_each_next_token(tmp_path: Path, text: list[int]) -> None:
     train(SHIPPED, pieces=[text], output=tmp_path / "small")
     store = open_store(tmp_path / "small")
     tokens, counts, _ = store.lookup(text[:1])[0].next_tokens()

@@ -86,12 +86,12 @@ def test_rules_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("path", ["absent", "a\0b", "x" * 5000])
-def test_no_bundle_there(path: str, tmp_path: Path) -> None:
+def test_a_path_without_a_bundle_is_not_found(path: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="ondevice convert SOURCE --output"):
         Bundle.open(tmp_path / path)
 
 
-def test_facts_of_the_golden_bundle() -> None:
+def test_an_opened_bundle_tells_the_facts_of_its_manifest() -> None:
     bundle = Bundle.open(str(GOLDEN))
     assert bundle.path == GOLDEN
     assert bundle.name == "bundle-v3"
@@ -210,7 +210,7 @@ def test_link_inside_the_bundle_is_followed(copy: Path) -> None:
     assert Bundle.open(copy).neuron_file(1).nbytes == 22528
 
 
-def test_bundle_reached_through_a_link(tmp_path: Path) -> None:
+def test_a_bundle_opened_through_a_link_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(GOLDEN)
     assert Bundle.open(tmp_path / "alias").name == "bundle-v3"
 

@@ -343,7 +343,7 @@ def test_what_cannot_be_written_changes_nothing(copied: Path) -> None:
     assert write(copied, arrays).acceptance == (0.0, 0.0)
 
 
-def test_parameters_and_memory(plain: Path) -> None:
+def test_the_table_tells_parameters_and_bytes_of_streams(plain: Path) -> None:
     found = add_streams(plain, gamma=3, layers=2, attention_rank=16, feed_forward_rank=8)
     config = Bundle.open(plain).config
     arrays = made_up_arrays(config, 3, 2, 16, 8)

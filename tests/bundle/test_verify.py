@@ -33,7 +33,7 @@ def copy(tmp_path: Path) -> Path:
     return shutil.copytree(GOLDEN, tmp_path / "bundle")
 
 
-def test_report_and_progress() -> None:
+def test_the_report_lists_every_file_and_progress_reaches_its_end() -> None:
     seen: list[tuple[int, int]] = []
     report = verify.verify(GOLDEN, crc32c, lambda done, total: seen.append((done, total)))
     assert dict(report.files) == {
@@ -219,6 +219,6 @@ def broken_halves(bundle: Bundle) -> dict[str, int]:
     }
 
 
-def test_no_bundle(tmp_path: Path) -> None:
+def test_a_folder_without_a_bundle_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         verify.verify(tmp_path, crc32c)

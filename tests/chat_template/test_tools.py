@@ -284,7 +284,11 @@ CALLED = ReplyPiece("reply", "", ("weather", {"city": "Oslo"}))
         ("to=", [ReplyPiece("reply", "to=")]),
     ],
 )
-def test_calls_on_channels(tokenizer: Tokenizer, text: str, pieces: list[ReplyPiece]) -> None:  # noqa: F811
+def test_a_channel_to_a_known_tool_is_a_call(
+    tokenizer: Tokenizer,  # noqa: F811
+    text: str,
+    pieces: list[ReplyPiece],
+) -> None:
     parser = Channels(tokenizer.special_tokens, {"weather": WEATHER})
     found = [it for token, said in spoken(tokenizer, text) for it in parser.take(token, said)]
     found = [it for it in [*found, *parser.finish()] if it.kind != "thinking"]

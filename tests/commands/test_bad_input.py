@@ -125,7 +125,9 @@ def test_a_template_that_can_t_be_used_has_a_remedy(
     assert (result.code, (tmp_path / "not").exists()) == (2, False)
 
 
-def test_a_disk_without_room(ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_refused_before_writing(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_checkpoint(tmp_path / "source")
     real = shutil.disk_usage(source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=100_000))

@@ -52,7 +52,9 @@ def test_a_chat_says_the_seed_that_it_draws(ondevice: Run, chat_bundle: Path) ->
         assert "drawn at random" not in again.err
 
 
-def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+def test_chat_obeys_commands_that_begin_with_a_slash(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path
+) -> None:
     talk = tmp_path / "talk.json"
     lines = f"Hello\n/save {talk}\n/reset\n/load {talk}\n/stats\n/budget 8GB\n/help\n/quit\nmore\n"
     options = ("-m", chat_bundle, "--temp", 0, "--max-tokens", 4, "--system-prompt", "Hi.")
@@ -288,7 +290,7 @@ def test_the_opening_says_what_is_on_flash(tmp_path: Path) -> None:
         os.close(terminal.master)
 
 
-def test_chat_on_a_terminal(chat_bundle: Path) -> None:
+def test_chat_on_a_terminal_survives_interrupts_and_ends_at_ctrl_d(chat_bundle: Path) -> None:
     terminal = Terminal(command("chat", "-m", chat_bundle, "--temp", 0, "--max-tokens", 200))
     try:
         opening = terminal.until("> ")

@@ -37,7 +37,9 @@ PLAN = [
 ]  # fmt: skip
 
 
-def test_from_checkpoint_to_chat(ondevice: Run, shared_data: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_generates_chats_and_is_measured(
+    ondevice: Run, shared_data: Path, tmp_path: Path
+) -> None:
     source, bundle = shared_data / "models" / "stories260K", tmp_path / "home" / "stories"
     converted = ondevice("convert", source, "--output", bundle, "--quant", "q8")
     assert (converted.code, converted.out) == (0, f"{bundle}\n")
@@ -120,7 +122,7 @@ def test_generate_reads_special_tokens_unless_told_otherwise(
     assert result.json["stats"]["prompt_tokens"] == tokens
 
 
-def test_generate_json(ondevice: Run, chat_bundle: Path) -> None:
+def test_generate_prints_the_text_and_stats_as_json(ondevice: Run, chat_bundle: Path) -> None:
     result = ondevice("generate", "-m", chat_bundle, "-p", "Hello", "--max-tokens", 7, "--json")
     assert list(result.json) == ["text", "tokens", "finish_reason", "stats"]
     assert list(result.json["stats"]) == STATS
@@ -129,7 +131,7 @@ def test_generate_json(ondevice: Run, chat_bundle: Path) -> None:
     assert plain.out == result.json["text"] + "\n"
 
 
-def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
+def test_inspect_prints_the_plan_as_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "4GB", "--json").json
     assert list(shown) == [
         "model", "part", "architecture", "parameters", "bundle_bytes", "quantisation", "neurons",
@@ -160,7 +162,7 @@ def test_inspect_shows_a_plan_that_does_not_fit(ondevice: Run, chat_bundle: Path
     assert enough["plan"]["fits"] is True
 
 
-def test_bench_json(ondevice: Run, chat_bundle: Path) -> None:
+def test_bench_prints_the_rates_as_json(ondevice: Run, chat_bundle: Path) -> None:
     result = ondevice(
         "bench", "-m", chat_bundle, "--runs", 2, "--prompt-tokens", 20, "--max-tokens", 5, "--json"
     )
@@ -178,7 +180,7 @@ def test_bench_shows_what_reading_costs_the_processors(ondevice: Run, chat_bundl
     )
 
 
-def test_eval_json(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+def test_eval_prints_the_perplexity_as_json(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("A short text, scored.")
     shown = ondevice("eval", "-m", chat_bundle, "--text", tmp_path / "text", "--json").json
     assert list(shown) == ["perplexity", "nll_per_token", "tokens"]

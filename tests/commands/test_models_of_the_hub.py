@@ -49,7 +49,7 @@ def converted(ondevice: Run, tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def test_one_command_from_the_hub_to_a_chat(
+def test_one_command_converts_a_model_of_the_hub_and_chats(
     ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
 ) -> None:
     first = ondevice(*CHAT, "--model", "some/model", "--yes", stdin="Hello\n")
@@ -67,7 +67,7 @@ def test_one_command_from_the_hub_to_a_chat(
     assert hub.rules.asked == []
 
 
-def test_one_command_from_a_gguf_file_of_the_hub_to_a_chat(
+def test_one_command_converts_a_gguf_file_of_the_hub_and_chats(
     ondevice: Run, hub: HubServer, tmp_path: Path
 ) -> None:
     write_gguf_model(hub.root / "some" / "model-GGUF" / "Q8_0" / "tiny-Q8_0.gguf")
@@ -165,7 +165,7 @@ def test_an_answer_that_is_not_yes(
 
 
 @pytest.mark.usefixtures("at_a_terminal")
-def test_yes_at_a_terminal(ondevice: Run, hub: HubServer, repository: Path) -> None:
+def test_a_yes_at_a_terminal_starts_the_download(ondevice: Run, hub: HubServer, repository: Path) -> None:
     assert ondevice("generate", "some/model", "--prompt", "a", "--max-tokens", 1, stdin="y\n").code == 0
 
 
@@ -319,7 +319,9 @@ def test_what_was_rounded_is_said_by_both_commands(ondevice: Run, hub: HubServer
         assert [line for line in said.splitlines() if line in notes] == list(notes)
 
 
-def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:
+def test_list_shows_every_model_and_remove_deletes_the_named_one(
+    ondevice: Run, converted: Callable[[str], Path], tmp_path: Path
+) -> None:
     kept, gone = converted("kept"), converted("gone")
     (tmp_path / "home" / "damaged").mkdir()
     (tmp_path / "home" / "damaged" / "bundle.json").write_text("{}")

@@ -227,7 +227,7 @@ def test_help_and_completion_work_with_a_settings_file_that_does_not(
         ("ondevice convert so", "file,so\n"),
     ],
 )
-def test_completion_of_models_and_files(tmp_path: Path, words: str, offered: str) -> None:
+def test_completion_offers_models_and_files(tmp_path: Path, words: str, offered: str) -> None:
     (tmp_path / "tale").mkdir()
     (tmp_path / "tale" / "bundle.json").touch()
     environment = os.environ | {"_ONDEVICE_COMPLETE": "bash_complete", "ONDEVICE_HOME": str(tmp_path)}
@@ -271,7 +271,7 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_shell_completion() -> None:
+def test_completion_offers_commands() -> None:
     environment = os.environ | {"_ONDEVICE_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
     done = subprocess.run(
         command(), env=environment | {"COMP_WORDS": "ondevice in"}, capture_output=True, text=True, check=True

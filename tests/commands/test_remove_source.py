@@ -48,7 +48,7 @@ def test_by_default_the_file_stays(ondevice: Run, tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_from_python(tmp_path: Path) -> None:
+def test_convert_from_python_removes_the_source(tmp_path: Path) -> None:
     (file,) = write_source(tmp_path)
     assert api.verify(api.convert(file, tmp_path / "bundle", remove_source=True)).nbytes > 0
     assert not file.exists()

@@ -118,7 +118,7 @@ def test_a_conversion_without_output_is_found_by_its_name(
     assert (again.code, "exists" in again.err) == (2, True)
 
 
-def test_names_for_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_is_named_after_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("ONDEVICE_HOME", str(home))
     (tmp_path / "stories.bin").touch()

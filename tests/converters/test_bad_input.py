@@ -49,7 +49,7 @@ def edit_index(source: Path, change: Callable[[dict[str, str]], None]) -> None:
 SHARD = "model-00002-of-00003.safetensors"
 
 
-def test_a_number_of_thousands_of_digits(source: Path) -> None:
+def test_a_number_of_thousands_of_digits_is_refused(source: Path) -> None:
     """Python's own message advises to call one of its functions."""
     (source / "config.json").write_text('{"hidden_size": 1' + 5000 * "0" + "}")
     assert_refused(
@@ -57,13 +57,13 @@ def test_a_number_of_thousands_of_digits(source: Path) -> None:
     )
 
 
-def test_a_missing_shard(source: Path) -> None:
+def test_a_missing_shard_is_refused(source: Path) -> None:
     (source / SHARD).unlink()
     assert_refused(source, CheckpointError, f"no {SHARD}; is the download complete")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
-def test_a_truncated_shard(source: Path, keep: float) -> None:
+def test_a_truncated_shard_is_refused(source: Path, keep: float) -> None:
     size = (source / SHARD).stat().st_size
     with (source / SHARD).open("r+b") as file:
         file.truncate(int(size * keep) if 0 < keep < 1 else int(keep) % size)
@@ -82,21 +82,21 @@ def test_a_shard_that_shrinks_while_it_is_read(source: Path, monkeypatch: pytest
     assert_refused(source, CheckpointError, f"{SHARD} ends at byte .* download it again")
 
 
-def test_wrong_shapes(source: Path) -> None:
+def test_a_tensor_of_the_wrong_shape_is_refused(source: Path) -> None:
     edit_config(source, intermediate_size=161)
     assert_refused(
         source, CheckpointError, r"gate_proj\.weight has shape \[160, 64\].* asks for \[161, 64\]; take"
     )
 
 
-def test_a_missing_tensor(source: Path) -> None:
+def test_a_missing_tensor_is_refused(source: Path) -> None:
     edit_config(source, num_hidden_layers=3)
     assert_refused(
         source, CheckpointError, r"9 tensors .* missing, model\.layers\.2\.input_layernorm\.weight"
     )
 
 
-def test_a_tensor_of_no_known_kind(source: Path) -> None:
+def test_a_tensor_of_no_known_kind_is_refused(source: Path) -> None:
     edit_config(source, num_hidden_layers=1)
     assert_refused(source, CheckpointError, "9 tensors are no part of a llama model")
 
@@ -107,7 +107,7 @@ def test_an_index_that_disagrees_with_its_shards(source: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "F64"])
-def test_a_quantised_checkpoint(source: Path, dtype: str) -> None:
+def test_a_quantised_checkpoint_is_refused(source: Path, dtype: str) -> None:
     values = {"F8_E4M3": 1, "I8": 1, "F64": 8}[dtype] * 6
     header = json.dumps({"w": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, values]}}).encode()
     (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(values))
@@ -129,7 +129,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, name: str, value: float, qu
     assert_refused(source, CheckpointError, f"{name} holds NaN", quant)
 
 
-def test_a_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     edit_config(source, tie_word_embeddings=True)
     assert_refused(source, CheckpointError, "tie_word_embeddings, but lm_head.weight differs")
@@ -175,7 +175,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     "../outside.safetensors", "/etc/outside.safetensors", "sub/outside.safetensors", "..", "", ".",
     "..\\outside.safetensors", "C:outside.safetensors", "a\0b.safetensors", "x.bin", "config.json",
 ])  # fmt: skip
-def test_an_index_that_climbs_out(source: Path, name: str) -> None:
+def test_an_index_that_leads_out_of_the_folder_is_refused(source: Path, name: str) -> None:
     save_safetensors(source.parent / "outside.safetensors", random_tensors(tiny_config()))
     (source / "sub").mkdir()
     save_safetensors(source / "sub" / "outside.safetensors", random_tensors(tiny_config()))
@@ -186,7 +186,7 @@ def test_an_index_that_climbs_out(source: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, [], {"w": 3}, "x"])
-def test_an_index_without_a_map(source: Path, value: object) -> None:
+def test_an_index_without_a_map_is_refused(source: Path, value: object) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
     assert_refused(source, CheckpointError, "weight_map")
 
@@ -228,19 +228,19 @@ def test_json_that_never_ends(source: Path) -> None:
     assert_refused(source, CheckpointError, "config.json is larger than")
 
 
-def test_a_folder_where_a_file_should_be(source: Path) -> None:
+def test_a_folder_where_a_file_should_be_is_refused(source: Path) -> None:
     (source / SHARD).unlink()
     (source / SHARD).mkdir()
     assert_refused(source, CheckpointError, "not a regular file")
 
 
-def test_a_pipe_where_a_file_should_be(source: Path) -> None:
+def test_a_pipe_where_a_file_should_be_is_refused(source: Path) -> None:
     (source / SHARD).unlink()
     os.mkfifo(source / SHARD)
     assert_refused(source, CheckpointError, "not a regular file")
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "absent", ModelNotFoundError, "no checkpoint at .*absent")
     (tmp_path / "empty").mkdir()
     assert_refused(tmp_path / "empty", CheckpointError, "no config.json")
@@ -251,7 +251,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert_refused(source, CheckpointError, "neither model.safetensors nor")
 
 
-def test_an_unknown_quantisation(source: Path) -> None:
+def test_an_unknown_quantisation_is_refused(source: Path) -> None:
     assert_refused(source, UsageError, "'q7' is not one of q4, q5, q6, q8, f16", "q7")
 
 
@@ -301,7 +301,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk(source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_and_conversion_resumes_with_room(
+    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OndeviceError, match=r"more, but .* free; make room"):
         convert(source, small_disk / "bundle")
     real = shutil.disk_usage(source)
@@ -313,7 +315,7 @@ def test_a_full_disk(source: Path, small_disk: Path, monkeypatch: pytest.MonkeyP
     convert(source, small_disk / "bundle", "f16", resume=True)
 
 
-def test_a_file_where_the_unfinished_bundle_should_be(source: Path) -> None:
+def test_a_file_where_the_unfinished_bundle_should_be_is_kept(source: Path) -> None:
     (source.parent / "output.partial").write_text("mine")
     assert_refused(source, OndeviceError, "can't be made: File exists")
     assert (source.parent / "output.partial").read_text() == "mine"
@@ -333,7 +335,7 @@ def test_names_that_cannot_be_printed(source: Path) -> None:
     assert bundle.manifest.provenance.source == "a?b?[31m"
 
 
-def test_an_output_below_a_file(source: Path) -> None:
+def test_an_output_below_a_file_is_refused(source: Path) -> None:
     (source.parent / "file").write_text("")
     with pytest.raises(OndeviceError, match="can't be made: Not a directory; choose an output"):
         convert(source, source.parent / "file" / "output")

@@ -197,7 +197,7 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     assert folder_bytes(convert(one, tmp_path / "x")) == folder_bytes(convert(two, tmp_path / "y"))
 
 
-def test_provenance_and_error(tmp_path: Path) -> None:
+def test_the_manifest_tells_the_source_and_the_quantisation_error(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "my-model")
     errors = {}
     for quant in ("q4", "q8", "f16"):
@@ -235,7 +235,7 @@ def test_copies_that_carry_nothing_are_left_out(tmp_path: Path) -> None:
     assert folder_bytes(convert(source, tmp_path / "b")) == expected
 
 
-def test_a_hugging_face_cache_folder(tmp_path: Path) -> None:
+def test_a_snapshot_in_hugging_face_s_cache_is_named_after_its_repository(tmp_path: Path) -> None:
     """Snapshots are links to blobs outside the folder; the name is the repository's."""
     plain = write_checkpoint(tmp_path / "plain")
     repository = tmp_path / "hub" / "models--some-org--some-model"
@@ -249,7 +249,7 @@ def test_a_hugging_face_cache_folder(tmp_path: Path) -> None:
     assert bundle.manifest.provenance.source == "some-org/some-model@01234567"
 
 
-def test_generation_defaults(tmp_path: Path) -> None:
+def test_generation_defaults_come_from_generation_config(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "s", num_hidden_layers=1)
     cases: list[tuple[dict[str, Any], dict[str, float]]] = [
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},

@@ -67,7 +67,7 @@ def changed_config(config: dict[str, Any], rng: random.Random) -> dict[str, Any]
 
 @pytest.mark.fast("gpt-oss moe")
 @pytest.mark.parametrize("case", FOLDERS)
-def test_changed_configs_and_headers_of_a_folder(tmp_path: Path, case: str) -> None:
+def test_changed_configs_and_headers_of_a_folder_are_refused_cleanly(tmp_path: Path, case: str) -> None:
     family, options = CASES[case]
     write_model(tmp_path / "source", family, options)
     config, weights = (tmp_path / "source" / name for name in ("config.json", "model.safetensors"))
@@ -105,7 +105,7 @@ def delta_rules(folder: Path) -> MlxFolder:
 
 @pytest.mark.fast("expert_stacks")
 @pytest.mark.parametrize("made", [expert_stacks, latents, delta_rules])
-def test_changed_configs_and_tensors_of_an_mlx_folder(
+def test_changed_configs_and_tensors_of_an_mlx_folder_are_refused_cleanly(
     tmp_path: Path, made: Callable[[Path], MlxFolder]
 ) -> None:
     sound = made(tmp_path)
@@ -152,7 +152,7 @@ def changed_key(writer: Any, rng: random.Random) -> None:
 
 @pytest.mark.fast("gpt-oss")
 @pytest.mark.parametrize("case", FILES)
-def test_changed_metadata_of_a_gguf_file(tmp_path: Path, case: str) -> None:
+def test_changed_metadata_of_a_gguf_file_are_refused_cleanly(tmp_path: Path, case: str) -> None:
     """Sound bytes, as a converter of another release might write them, or somebody who knows the format."""
     assert case in MODELS
     source, path = written(tmp_path / "source", case), tmp_path / "model.gguf"

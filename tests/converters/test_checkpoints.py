@@ -124,7 +124,9 @@ def test_numbers_of_any_other_file_are_not_computed_with(tmp_path: Path, header:
         tracemalloc.stop()
 
 
-def test_a_folder_with_one_llama2c_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_with_one_llama2c_file_opens_and_with_two_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     llama2c.write_checkpoint(tmp_path / "a.bin", Shape(), tied=True)
     with caplog.at_level(logging.WARNING):
         assert open_checkpoint(tmp_path).name == "a"
@@ -202,7 +204,7 @@ def test_the_stories_model_tells_its_known_story(stories: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "length", "twice", "text", "other"])
-def test_a_damaged_llama2c_tokenizer(
+def test_a_damaged_llama2c_tokenizer_is_refused(
     stories: Path, tmp_path: Path, damage: str, vocabulary: llama2c.Vocabulary
 ) -> None:
     data = bytearray((stories / "tok512.bin").read_bytes())

@@ -29,7 +29,7 @@ def without(family: str, *keys: str) -> ModelConfig:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rope_style", ["legacy", "parameters"])
-def test_every_variant_and_both_rope_styles(variant: str, rope_style: str) -> None:
+def test_both_rope_styles_give_the_same_config_for_every_variant(variant: str, rope_style: str) -> None:
     options = VARIANTS[variant]
     config = read_config(tiny_config(**options, rope_style=rope_style))
     assert config == read_config(tiny_config(**options))
@@ -69,7 +69,9 @@ def test_qwen3_norms_heads() -> None:
     ({"sliding_window": 9}, (9, 9)),
     ({"sliding_window": None}, (0, 0)),
 ])  # fmt: skip
-def test_mistral_windows(options: dict[str, Any], windows: tuple[int, ...]) -> None:
+def test_every_layer_of_mistral_has_the_configured_window(
+    options: dict[str, Any], windows: tuple[int, ...]
+) -> None:
     assert windows_of(read("mistral", **options)) == windows
 
 
@@ -94,7 +96,9 @@ def test_mistral_has_8_key_value_heads_where_it_does_not_say() -> None:
     ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (0, 0, 0)),
     ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
 ])  # fmt: skip
-def test_qwen_windows(family: str, options: dict[str, Any], windows: tuple[int, ...]) -> None:
+def test_qwen_has_windows_only_in_the_configured_layers(
+    family: str, options: dict[str, Any], windows: tuple[int, ...]
+) -> None:
     assert windows_of(read(family, num_hidden_layers=3, **options)) == windows
 
 
@@ -109,11 +113,11 @@ def test_qwen_without_the_key_has_a_window_of_4096(family: str) -> None:
     ("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_new", "gelu_tanh"),
     ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("relu2", "relu2"),
 ])  # fmt: skip
-def test_activations(name: str, activation: str) -> None:
+def test_an_activation_is_known_by_each_of_its_names(name: str, activation: str) -> None:
     assert read(hidden_act=name).activation == activation
 
 
-def test_rope() -> None:
+def test_rope_is_read_with_its_base_and_scaling() -> None:
     def spec(theta: float = 10000.0, scaling: RopeScaling | None = None) -> tuple[RopeSpec]:
         return (rope_spec(theta, 16, scaling),)
 
@@ -261,7 +265,7 @@ def test_rope_parameters_by_layer_type_are_refused() -> None:
     ({"vocab_size": 0}, "vocab_size"),
     ({"head_dim": 15}, "odd"),
 ])  # fmt: skip
-def test_unsupported_values(changes: dict[str, Any], match: str) -> None:
+def test_unsupported_values_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         read(**changes)
 
@@ -279,7 +283,7 @@ def test_unsupported_values(changes: dict[str, Any], match: str) -> None:
     ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, "high_freq_factor"),
     ({"rope_scaling": LINEAR_ROPE, "rope_parameters": LLAMA3_ROPE}, "contradict"),
 ])  # fmt: skip
-def test_damaged_values(changes: dict[str, Any], match: str) -> None:
+def test_damaged_values_are_refused(changes: dict[str, Any], match: str) -> None:
     scaling = changes.pop("rope_scaling", None)
     with pytest.raises(CheckpointError, match=match):
         read_config(tiny_config("llama") | changes | ({"rope_scaling": scaling} if scaling else {}))
@@ -292,7 +296,7 @@ def test_damaged_values(changes: dict[str, Any], match: str) -> None:
     ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
      "sliding_window is null; take config.json from"),
 ])  # fmt: skip
-def test_contradictory_windows(options: dict[str, Any], match: str) -> None:
+def test_contradictory_windows_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         read("qwen2", **options)
     with pytest.raises(UnsupportedModelError, match="chunked_attention"):

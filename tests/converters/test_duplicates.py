@@ -32,18 +32,18 @@ def repeat(path: Path, entry: str, other: str) -> None:
     path.write_text(text.replace(entry, f"{other}, {entry}"))
 
 
-def test_a_key_of_the_config(source: Path) -> None:
+def test_a_repeated_key_of_the_config_is_refused(source: Path) -> None:
     repeat(source / "config.json", '"hidden_act": "silu"', '"hidden_act": "relu"')
     assert_refused(source, CheckpointError, r"config\.json isn't valid JSON .*same key twice")
 
 
-def test_a_tensor_in_the_index(source: Path) -> None:
+def test_a_tensor_listed_twice_in_the_index_is_refused(source: Path) -> None:
     repeat(source / INDEX, f'"{NORM}": "{LAST}"', f'"{NORM}": "{FIRST}"')
     assert_refused(source, CheckpointError, r"index\.json isn't valid JSON .*same key twice")
 
 
 @pytest.mark.parametrize("listed", [FIRST, LAST])
-def test_a_tensor_in_two_shards(source: Path, listed: str) -> None:
+def test_a_tensor_in_two_shards_is_refused(source: Path, listed: str) -> None:
     index = json.loads((source / INDEX).read_text())
     tensors = random_tensors(tiny_config(vocab_size=300))
     held = {name: tensors[name] for name, shard in index["weight_map"].items() if shard == FIRST}
@@ -53,7 +53,7 @@ def test_a_tensor_in_two_shards(source: Path, listed: str) -> None:
     assert_refused(source, CheckpointError, rf"{FIRST} and {LAST} both hold {NORM}")
 
 
-def test_a_tensor_in_a_header(source: Path) -> None:
+def test_a_tensor_listed_twice_in_a_header_is_refused(source: Path) -> None:
     path = source / LAST
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -72,20 +72,20 @@ def vocabulary() -> dict[str, Any]:
     return dict(json.loads(tokenizer.to_str()))
 
 
-def test_a_piece_of_a_tokenizer(source: Path) -> None:
+def test_a_repeated_piece_of_a_tokenizer_is_refused(source: Path) -> None:
     (source / "tokenizer.json").write_text(json.dumps(vocabulary(), ensure_ascii=False))
     repeat(source / "tokenizer.json", '"A": 32', '"A": 290')
     assert_refused(source, CheckpointError, "same key twice")
 
 
-def test_an_id_of_a_tokenizer(source: Path) -> None:
+def test_an_id_of_two_pieces_is_refused(source: Path) -> None:
     values = vocabulary()
     values["model"]["vocab"]["A"] = values["model"]["vocab"]["B"]
     (source / "tokenizer.json").write_text(json.dumps(values))
     assert_refused(source, CheckpointError, r"tokenizer\.json gives two pieces the same id")
 
 
-def test_a_piece_of_a_sentencepiece_model(source: Path) -> None:
+def test_a_repeated_piece_of_a_sentencepiece_model_is_refused(source: Path) -> None:
     pieces = [("<unk>", 0.0, proto.UNKNOWN), ("<s>", 0.0, proto.CONTROL), ("</s>", 0.0, proto.CONTROL)]
     pieces += [("a", -1.0, proto.NORMAL), ("b", -2.0, proto.NORMAL), ("a", -3.0, proto.NORMAL)]
     (source / "tokenizer.model").write_bytes(proto.bpe_model(pieces, 0, 1, 2))

@@ -76,7 +76,7 @@ def text_of(name: str, prefix: str) -> str:
         ("llama", ("llava", "LlavaForConditionalGeneration")),
     ],
 )
-def test_a_text_model_among_other_towers(
+def test_a_text_model_among_other_towers_converts_as_by_itself(
     family: Any, tmp_path: Path, case: str, outer: tuple[str, str], prefix: str
 ) -> None:
     """Its bundle is that of the text model by itself, and says that the rest was left out."""

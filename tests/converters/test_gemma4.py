@@ -178,7 +178,7 @@ def test_a_tree_has_the_bits_of_one_pass(bundle: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], names: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], error: type[Exception], names: str) -> None:
     with pytest.raises(error, match=names):
         read_config({**DENSE, **changes})
 

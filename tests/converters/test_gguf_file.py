@@ -227,7 +227,7 @@ def test_many_strings_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert 4 * gguf_file.MAX_HEADER_BYTES > 100 * (1 << 21)
 
 
-def test_values_of_another_kind_than_asked_for() -> None:
+def test_metadata_of_another_kind_than_expected_are_refused() -> None:
     made = GgufHeader("m.gguf", 3, {"s": b"\xff", "i": 1, "l": [b"\xff"], "n": np.arange(2), "b": True}, {})
     reads: list[tuple[Callable[[str], object], str]] = [
         (made.text, "s"), (made.text, "i"), (made.integer, "s"), (made.integer, "b"), (made.boolean, "i"),

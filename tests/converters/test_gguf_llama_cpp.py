@@ -82,7 +82,7 @@ def check(path: Path, bundle: Path, tokens: list[int], case: str, note: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_stories_in_every_small_block(
+def test_stories_in_every_small_block_match_llama_cpp(
     shared_data: Path, tmp_path: Path, kind: str, record_property: Any
 ) -> None:
     theirs = shared_data / "models" / "stories260K"

@@ -175,7 +175,7 @@ def gemma_source(folder: Path, case: str) -> Path:
 
 
 @pytest.mark.parametrize("case", GEMMAS)
-def test_gemmas(tmp_path: Path, case: str) -> None:
+def test_a_gemma_converts_from_gguf_as_from_hugging_face(tmp_path: Path, case: str) -> None:
     """Files store a norm's weight plus one; the scale of scores and the pattern of layers aren't in them."""
     source = gemma_source(tmp_path / "source", case)
     weights = load_file(source / "model.safetensors")
@@ -268,7 +268,7 @@ def source(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "source", num_hidden_layers=1, num_key_value_heads=2)
 
 
-def test_a_model_in_parts(source: Path, tmp_path: Path) -> None:
+def test_a_model_in_parts_converts_as_in_one_file(source: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", source)
     write_gguf(tmp_path / "model.gguf", source, split_max_tensors=5)
     parts = sorted(tmp_path.glob("model-*.gguf"))
@@ -319,7 +319,7 @@ def test_parts_that_do_not_belong_together(source: Path, tmp_path: Path) -> None
     assert_refused(beyond, CheckpointError, "would be part 9 of 2")
 
 
-def test_folders(source: Path, tmp_path: Path) -> None:
+def test_a_folder_opens_its_only_gguf_model_unless_it_has_safetensors(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write_gguf(folder / "a.gguf", source)
@@ -362,7 +362,7 @@ def test_llama_3_factors_divide_the_frequencies(
     assert found.frequencies[-1] < 1.01 * 500000.0 ** (-126 / 128) / factor
 
 
-def test_factors(source: Path, tmp_path: Path) -> None:
+def test_rope_factors_divide_the_frequencies_or_are_refused(source: Path, tmp_path: Path) -> None:
     path, plain = tmp_path / "model.gguf", open_checkpoint(source).config.ropes[0].frequencies
     write_gguf(path, source, extra={"rope_freqs.weight": np.ones(8, dtype=np.float32)})
     assert open_checkpoint(path).config.ropes[0].frequencies == plain

@@ -52,7 +52,7 @@ def test_values_have_the_bits_that_the_gguf_package_gives(name: str) -> None:
     assert same_bits(mine, theirs(name, data))
 
 
-def test_every_scale_of_mxfp4() -> None:
+def test_every_scale_of_mxfp4_decodes_as_gguf_s_library_does() -> None:
     data = np.zeros((256, 17), dtype=np.uint8)
     data[:, 0] = np.arange(256)
     data[:, 1:] = np.arange(16) * 17
@@ -100,7 +100,7 @@ def test_interleaved_rows_come_in_halves_whatever_the_block(tensor: QuantizedTen
         assert same_bits(pairs.rows(start, stop), halves[start:stop])
 
 
-def test_vectors(tmp_path: Path) -> None:
+def test_a_vector_is_decoded_and_its_heads_put_in_halves(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32)
     (tmp_path / "b").write_bytes(values.tobytes())
     plain = StoredTensor("b", "F32", (12,), SourceFile(tmp_path / "b"), 0, interleaved_head_dim=6)

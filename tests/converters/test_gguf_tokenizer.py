@@ -259,7 +259,9 @@ def spelled(**changes: Any) -> GgufHeader:
         ({}, "é", ["▁", "<0xC3>", "<0xA9>"]),
     ],
 )
-def test_sentencepiece_rules(tmp_path: Path, changes: dict[str, Any], text: str, pieces: list[str]) -> None:
+def test_sentencepiece_rules_of_a_gguf_file_decide_the_pieces(
+    tmp_path: Path, changes: dict[str, Any], text: str, pieces: list[str]
+) -> None:
     mine = loaded(read(spelled(**changes), tmp_path, 300), 300)
     assert [mine.piece(token) for token in mine.encode(text, add_bos=False)] == pieces
     assert mine.vocab_size == 266
@@ -343,7 +345,9 @@ def test_gemma4_merges_whole_texts(tmp_path: Path) -> None:
         (spelled(tokens=["", *map(str, range(266))]), CheckpointError, "the tokenizer of m.gguf"),
     ],
 )  # fmt: skip
-def test_what_is_refused(tmp_path: Path, made: GgufHeader, error: type, message: str) -> None:
+def test_unsupported_and_damaged_tokenizers_are_refused(
+    tmp_path: Path, made: GgufHeader, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         read(made, tmp_path, 300)
     assert type(caught.value) is error
@@ -378,7 +382,7 @@ def test_a_template_for_tools_comes_beside_the_default_one(tmp_path: Path) -> No
     assert read(made, tmp_path, 300).blobs["chat_template.jinja"] == b"plain"
 
 
-def test_more_tokens_than_rows(tmp_path: Path) -> None:
+def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has 261 tokens and an embedding of 260"):
         read(small(eot_token_id=None), tmp_path, 260)
     assert read(small(), tmp_path, 261).info.kind == "tokenizers"

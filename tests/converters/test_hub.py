@@ -282,7 +282,9 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_fifty_kills(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+def test_a_download_killed_fifty_times_resumes_to_the_same_bundle(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
     hub.rules.break_after = [70_000, 5, 3_000] * 20
     report = kill_and_resume(tmp_path, hub, kills=50, seed=2)
     assert report["killed"] >= 50

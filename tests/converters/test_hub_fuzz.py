@@ -67,7 +67,7 @@ def changed_answer(
 
 
 @pytest.mark.usefixtures("models")
-def test_changed_descriptions(hub: HubServer, tmp_path: Path) -> None:
+def test_changed_descriptions_open_or_raise_errors_of_ondevice(hub: HubServer, tmp_path: Path) -> None:
     rng, found = random.Random(1), Counter[str]()
     hub.rules.describe = changed_description(rng)
     for number in range(16):
@@ -82,7 +82,9 @@ def test_changed_descriptions(hub: HubServer, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("models")
-def test_changed_answers(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_answers_convert_or_raise_errors_of_ondevice(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = pytest.importorskip("ondevice.converters.hub.client")
     monkeypatch.setattr(client, "MAX_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(client, "ANSWER_SECONDS", 1.0)

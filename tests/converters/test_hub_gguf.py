@@ -162,7 +162,7 @@ def test_a_kept_file_is_converted_though_the_hub_is_gone_by_then(
     assert convert(tmp_path, keep_source=True).is_dir()
 
 
-def test_a_gated_repository(
+def test_a_gated_repository_needs_a_token(
     hub: HubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.rules.gated = True
@@ -224,7 +224,7 @@ def test_a_repository_of_gguf_files_lists_them(hub: HubServer, tmp_path: Path) -
     assert not any("resolve" in asked for asked in hub.rules.asked)
 
 
-def test_a_file_of_a_repository_without_any(hub: HubServer, tmp_path: Path) -> None:
+def test_a_file_missing_from_its_repository_is_not_found(hub: HubServer, tmp_path: Path) -> None:
     touch(hub.root / "some" / "model", {"config.json": 2})
     with pytest.raises(ModelNotFoundError, match=r"has no b.gguf, nor any other GGUF file"):
         convert(tmp_path, "some/model:b.gguf")
@@ -250,7 +250,7 @@ def resized(change: Callable[[int], Any]) -> Callable[[dict[str, Any]], Any]:
         (lambda nbytes: None, "which no file has"),
     ],
 )
-def test_sizes_that_lie(
+def test_wrong_sizes_are_refused(
     hub: HubServer, model: Path, tmp_path: Path, change: Callable[[int], Any], message: str
 ) -> None:
     hub.rules.describe = resized(change)
@@ -283,7 +283,7 @@ def test_long_headers_come_in_few_requests(
     assert len(asked) < 12
 
 
-def test_answers_that_lie(hub: HubServer, model: Path, tmp_path: Path) -> None:
+def test_false_answers_are_refused(hub: HubServer, model: Path, tmp_path: Path) -> None:
     hub.rules.lie_of_total = 1
     with pytest.raises(CheckpointError, match="the hub contradicts itself"):
         convert(tmp_path)
@@ -310,7 +310,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read(
             prepared.run()
 
 
-def test_another_file_under_the_same_commit(hub: HubServer, model: Path, tmp_path: Path) -> None:
+def test_another_file_under_the_same_commit_is_refused(hub: HubServer, model: Path, tmp_path: Path) -> None:
     with prepare(NAME, tmp_path / "bundle") as prepared:
         hub.rules.tag = "0" * 64
         with pytest.raises(CheckpointError, match="isn't the file that the hub listed"):
@@ -347,7 +347,7 @@ def test_a_tokenizer_beside_the_file_is_taken_as_on_a_disk(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_ten_kills(hub: HubServer, tmp_path: Path) -> None:
+def test_a_download_killed_ten_times_resumes_to_the_same_bundle(hub: HubServer, tmp_path: Path) -> None:
     first = write_model(hub.root / "some" / "model" / FILE, split_max_tensors=9)
     hub.rules.break_after = [70_000, 5, 3_000] * 8
     report = kill_and_resume(tmp_path, hub, kills=10, seed=3, name=f"some/model:{first.name}")

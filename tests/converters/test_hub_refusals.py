@@ -37,7 +37,7 @@ def convert(tmp_path: Path) -> Path:
     return api.convert("some/model", tmp_path / "bundle")
 
 
-def test_a_missing_repository(hub: HubServer, tmp_path: Path) -> None:
+def test_a_missing_repository_is_not_found(hub: HubServer, tmp_path: Path) -> None:
     hub.root.mkdir()
     with pytest.raises(
         ModelNotFoundError, match=r"no repository some/model, or it is private.*check the name"
@@ -57,7 +57,7 @@ def test_a_gated_repository_opens_with_a_token(
     assert any("/lfs/" in asked for asked in hub.rules.asked)
 
 
-def test_no_network_and_the_offline_switch(
+def test_no_network_and_the_offline_switch_are_told_apart(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -81,7 +81,9 @@ def test_no_network_and_the_offline_switch(
         (["config.json"], "no safetensors"),
     ],
 )
-def test_repositories_of_other_kinds(hub: HubServer, tmp_path: Path, files: list[str], message: str) -> None:
+def test_repositories_without_safetensors_are_refused(
+    hub: HubServer, tmp_path: Path, files: list[str], message: str
+) -> None:
     folder = hub.root / "some" / "model"
     folder.mkdir(parents=True)
     for name in files:
@@ -162,7 +164,7 @@ def renamed(name: Any) -> Callable[[dict[str, Any]], Any]:
         (renamed(7), "has no 'model-00001"),
     ],
 )
-def test_descriptions_that_lie(
+def test_false_descriptions_are_refused(
     hub: HubServer, repository: Path, tmp_path: Path, describe: Callable[[Any], Any], message: str
 ) -> None:
     hub.rules.describe = describe
@@ -184,7 +186,7 @@ def test_an_index_that_leads_elsewhere(hub: HubServer, repository: Path, tmp_pat
     assert not any("secret" in asked or "passwd" in asked for asked in hub.rules.asked)
 
 
-def test_answers_that_lie(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+def test_false_answers_are_refused(hub: HubServer, repository: Path, tmp_path: Path) -> None:
     hub.rules.lie_of_total = 1
     with pytest.raises(CheckpointError, match="the hub contradicts itself"):
         convert(tmp_path)
@@ -254,7 +256,7 @@ def test_a_kept_source_over_a_connection_that_breaks(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_errors_of_the_hubs_library(
+def test_errors_of_the_hub_s_library_become_download_errors(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:

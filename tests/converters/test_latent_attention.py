@@ -158,7 +158,7 @@ def texts(model: Model) -> list[tuple[int, ...]]:
 
 @pytest.mark.fast("8")
 @pytest.mark.parametrize("kv_bits", [16, 8])
-def test_one_text(folder: Path, tmp_path: Path, kv_bits: Literal[16, 8]) -> None:
+def test_no_setting_changes_the_text(folder: Path, tmp_path: Path, kv_bits: Literal[16, 8]) -> None:
     """For every drafter, budget, chunk and thread count, from a session and from a prompt cache."""
     settled: dict[str, Any] = {"kv_bits": kv_bits, "prompt_cache": tmp_path / "cache"}
     with load(folder, speculation="off", threads=1, kv_bits=kv_bits) as model:
@@ -268,7 +268,7 @@ def test_a_layer_ahead_in_8_bit_floats_is_read_as_what_it_stands_for(tmp_path: P
     assert found[0] == found[1]
 
 
-def test_every_code_of_8_bit_floats() -> None:
+def test_every_code_of_8_bit_floats_decodes_as_torch_does() -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(values_of_codes(), theirs, equal_nan=True)
 
@@ -338,12 +338,12 @@ def config_of(folder: Path, **changes: Any) -> ModelConfig:
         ({"auto_map": {"AutoModel": "modeling_other.Model"}}, "auto_map"),
     ],
 )
-def test_what_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
         config_of(folder, **changes)
 
 
-def test_keys_of_the_authors(folder: Path) -> None:
+def test_the_authors_keys_mean_the_same_as_transformers_keys(folder: Path) -> None:
     """As V3's own config.json has them, which `transformers` reads and writes by other names."""
     theirs = {
         "aux_loss_alpha": 0.001,

@@ -90,7 +90,7 @@ MIXTURE: dict[str, Any] = {
 """A config with the sizes of LFM2-8B-A1B."""
 
 
-def test_a_config_of_a_mixture() -> None:
+def test_a_published_mixture_s_config_is_read() -> None:
     config = read_config(MIXTURE)
     assert [layer for layer, spec in enumerate(config.layers) if spec.experts is None] == [0, 1]
     assert [config.neurons(layer) for layer in config.layers[1:3]] == [7168, 32 * 1792]
@@ -118,7 +118,7 @@ def test_what_isnt_known_of_a_mixture_is_refused(values: dict[str, Any], named: 
         read_config(MIXTURE | values)
 
 
-def test_a_published_config() -> None:
+def test_a_published_config_is_read() -> None:
     config = read_config(PUBLISHED)
     assert config.intermediate_size == 8192
     assert config.recurrent_layers == (0, 1, 3, 4, 6, 7, 9, 11, 13, 15)

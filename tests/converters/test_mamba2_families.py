@@ -167,7 +167,7 @@ FALCON: dict[str, Any] = {
 """A config with the sizes of Falcon-H1 0.5B."""
 
 
-def test_a_published_granite() -> None:
+def test_a_published_granite_s_config_is_read() -> None:
     config = read_config(GRANITE)
     assert [layer for layer, spec in enumerate(config.layers) if spec.mamba2 is None] == [5, 15, 25, 35]
     assert config.layers[0].mamba2 == Mamba2Spec(
@@ -180,7 +180,7 @@ def test_a_published_granite() -> None:
     assert {config.dense_neurons(layer) for layer in config.layers} == {1024}
 
 
-def test_a_published_nemotron() -> None:
+def test_a_published_nemotron_s_config_is_read() -> None:
     config = read_config(NEMOTRON)
     # A mixer before attention has no feed-forward of its own.
     assert [spec.has_feed_forward for spec in config.layers[:4]] == [True, True, False, True]
@@ -202,7 +202,7 @@ def test_a_published_nemotron() -> None:
     assert read_config({**newer, "layers_block_type": named}) == config
 
 
-def test_a_published_falcon() -> None:
+def test_a_published_falcon_s_config_is_read() -> None:
     config = read_config(FALCON)
     layer = config.layers[0]
     assert layer.mamba2 is not None

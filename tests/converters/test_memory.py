@@ -78,7 +78,7 @@ def test_memory_stays_far_below_the_models_size(neurons: int, tmp_path: Path) ->
     sys.platform != "linux" or os.geteuid() != 0 or not (MEMORY_CGROUP / "memory.limit_in_bytes").exists(),
     reason="needs root and a cgroup v1 memory controller",
 )
-def test_inside_a_cgroup_of_half_a_gibibyte(tmp_path: Path) -> None:
+def test_conversion_fits_in_a_cgroup_of_half_a_gibibyte(tmp_path: Path) -> None:
     """The page cache counts here too, and files of three times the limit pass through it."""
     large = one_layer(tmp_path / "model", 22016)
     with memory_cgroup(512 << 20) as group:

@@ -92,7 +92,7 @@ PUBLISHED: dict[str, Any] = {
 OWN_KEYS = {key: value for key, value in PUBLISHED.items() if key != "quantization_config"}
 
 
-def test_the_published_model() -> None:
+def test_the_published_model_s_config_is_read() -> None:
     """309 billion parameters: five layers of six see 129 tokens, and have twice the keys and sinks."""
     described = describe(OWN_KEYS)
     config = described.config
@@ -274,6 +274,6 @@ def test_a_damaged_layer_ahead_is_refused(source: Path, tmp_path: Path) -> None:
         ({"auto_map": {"AutoModel": "modeling_other.Model"}}, "auto_map"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
         describe(OWN_KEYS | changes)

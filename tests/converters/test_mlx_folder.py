@@ -48,7 +48,9 @@ def matrix(folder: MlxFolder, name: str) -> MlxTensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_values_of_blocks(tmp_path: Path, scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_rows_and_columns_decode_to_the_stored_values(
+    tmp_path: Path, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_mlx_folder(tmp_path / "s", scheme, shards=3, num_hidden_layers=1)
     monkeypatch.setattr(mlx_tensor, "STEP_BYTES", 3000)
     name = f"{MLP}.down_proj.weight"

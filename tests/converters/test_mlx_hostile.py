@@ -117,7 +117,7 @@ PLAIN = {"group_size": 64, "bits": 4}
     ({"group_size": 32, "bits": 8}, CheckpointError, r"\.weight has shape \[256, 64\]; config.json asks for"),
     ({"group_size": 128, "bits": 2}, CheckpointError, r"has shape \[256, 256\]; config.json asks for"),
 ])  # fmt: skip
-def test_settings_that_lie(
+def test_impossible_settings_are_refused(
     folder: MlxFolder, quantisation: Any, error: type[OndeviceError], match: str
 ) -> None:
     assert_refused(with_config(folder, quantisation), error, match)
@@ -137,7 +137,7 @@ def test_the_two_keys_must_agree(folder: MlxFolder) -> None:
         )
 
 
-def test_deeply_nested_settings(folder: MlxFolder) -> None:
+def test_deeply_nested_settings_are_refused(folder: MlxFolder) -> None:
     """As deep as JSON is parsed, and deeper."""
     for depth in range(100, 100_000, 4321):
         text = json.dumps(folder.config | {"quantization": "here", "quantization_config": "here"})
@@ -171,7 +171,9 @@ HALF = np.ones((256, 2), np.float16)
     ({"weight": ("U32", np.ones((255, 16), np.uint32)), "scales": ("F16", HALF[:255]),
       "biases": ("F16", HALF[:255])}, r"has shape \[255, 128\]; config.json asks for \[256, 128\]"),
 ])  # fmt: skip
-def test_parts_that_disagree(folder: MlxFolder, parts: dict[str, Typed | None], match: str) -> None:
+def test_parts_that_disagree_are_refused(
+    folder: MlxFolder, parts: dict[str, Typed | None], match: str
+) -> None:
     assert_refused(with_parts(folder, **parts), CheckpointError, match)
 
 
@@ -180,7 +182,7 @@ def test_biases_without_scales_are_no_part_of_a_model(folder: MlxFolder) -> None
     assert_refused(with_parts(folder), CheckpointError, r"no part of a llama model, model\.norm\.biases")
 
 
-def test_a_quantised_norm(folder: MlxFolder) -> None:
+def test_a_quantised_norm_is_refused(folder: MlxFolder) -> None:
     ones = np.ones((1, 2), np.float16)
     folder.stored["model.norm.weight"] = ("U32", np.ones((1, 16), np.uint32))
     folder.stored["model.norm.scales"] = folder.stored["model.norm.biases"] = ("F16", ones)
@@ -189,12 +191,12 @@ def test_a_quantised_norm(folder: MlxFolder) -> None:
     )
 
 
-def test_quantised_tensors_without_the_setting(folder: MlxFolder) -> None:
+def test_quantised_tensors_without_the_setting_are_refused(folder: MlxFolder) -> None:
     source = with_config(folder, None)
     assert_refused(source, UnsupportedModelError, f"is stored as U32; only F32.* so {UNQUANTISED}")
 
 
-def test_the_setting_without_quantised_tensors(tmp_path: Path) -> None:
+def test_the_setting_without_quantised_tensors_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     config["quantization"] = {"group_size": 64, "bits": 4}
@@ -202,7 +204,7 @@ def test_the_setting_without_quantised_tensors(tmp_path: Path) -> None:
     assert_refused(source, CheckpointError, f"no tensor has .scales; {SAME_SOURCE}, or remove quantization")
 
 
-def test_parts_of_mxfp4(tmp_path: Path) -> None:
+def test_unsound_scales_of_mxfp4_are_refused(tmp_path: Path) -> None:
     folder = write_mlx_folder(tmp_path / "source", MXFP4, num_hidden_layers=1)
     scales = folder.stored[f"{UP}.scales"][1].copy()
     assert_refused(
@@ -245,7 +247,7 @@ def test_scales_that_are_no_numbers(
     assert_refused(folder.path, CheckpointError, where, quant)
 
 
-def test_a_head_that_contradicts_tied_embeddings(tmp_path: Path) -> None:
+def test_a_head_that_differs_from_tied_embeddings_is_refused(tmp_path: Path) -> None:
     folder = write_mlx_folder(tmp_path / "source", num_hidden_layers=1, tie_word_embeddings=True)
     head = {
         f"lm_head.{part}": folder.stored[f"model.embed_tokens.{part}"]

@@ -163,6 +163,6 @@ def test_a_half_deleted_bundle_can_still_be_told_for_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "source"]
 
 
-def test_the_folder_above_everything(tmp_path: Path) -> None:
+def test_the_root_folder_is_refused_as_an_output(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't be an output folder"):
         OutputFolder(Path("/")).check(resume=False, force=True)

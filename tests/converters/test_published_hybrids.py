@@ -144,7 +144,7 @@ NANO = {
 
 
 @pytest.mark.parametrize("more", [{}, LATER], ids=["3.5", "3.6"])
-def test_a_published_qwen(more: dict[str, Any]) -> None:
+def test_a_published_qwen_s_config_is_read(more: dict[str, Any]) -> None:
     config = read_config(QWEN | more)
     assert config.architecture == "qwen3_5_text"
     assert (config.num_layers, sum(layer.attends for layer in config.layers)) == (64, 16)
@@ -155,12 +155,12 @@ def test_a_published_qwen(more: dict[str, Any]) -> None:
     assert "--draft-for" in notes
 
 
-def test_a_published_qwen_of_mlx() -> None:
+def test_a_published_qwen_s_mlx_config_is_read_as_the_original() -> None:
     folder = {key: value for key, value in (QWEN | LATER | OF_MLX).items() if key != "quantization"}
     assert read_config(folder) == read_config(QWEN)
 
 
-def test_a_qwen_with_experts() -> None:
+def test_the_experts_of_a_qwen_are_read_from_its_config() -> None:
     text = {key: value for key, value in QWEN_TEXT.items() if key not in ("intermediate_size",)}
     text |= {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40}
     text |= {"layer_types": QWEN_TEXT["layer_types"][:40], "output_gate_type": "swish"}
@@ -181,7 +181,7 @@ def test_another_gate_of_a_rules_output_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("more", "attention", "mixers"), [({}, 4, 24), (NANO, 4, 27)], ids=["8B", "Nano"])
-def test_a_published_nemotron(more: dict[str, Any], attention: int, mixers: int) -> None:
+def test_a_published_nemotron_s_config_is_read(more: dict[str, Any], attention: int, mixers: int) -> None:
     config = read_config(NEMOTRON | more)
     assert sum(layer.attends for layer in config.layers) == attention
     assert sum(layer.mamba2 is not None for layer in config.layers) == mixers

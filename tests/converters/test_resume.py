@@ -95,7 +95,9 @@ def test_resume_of_a_finished_conversion_does_nothing(source: Path, tmp_path: Pa
         convert(source, tmp_path / "b", "q8", resume=True)
 
 
-def test_a_conversion_that_only_missed_its_last_renaming(source: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_only_missed_its_last_renaming_resumes_to_the_same_bytes(
+    source: Path, tmp_path: Path
+) -> None:
     output = convert(source, tmp_path / "b")
     expected = folder_bytes(output)
     output.rename(tmp_path / "b.partial")
@@ -284,7 +286,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path, quant
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("seed", [2, 3])
-def test_fifty_kills(tmp_path: Path, seed: int) -> None:
+def test_a_conversion_killed_fifty_times_resumes_to_the_same_bundle(tmp_path: Path, seed: int) -> None:
     report = kill_and_resume(tmp_path, "q4", kills=50, seed=seed)
     assert report["killed"] >= 50
     assert (report["different"], report["left"]) == (0, 0)

@@ -70,7 +70,9 @@ CASES += [(name, kind) for name in FILES if not name.endswith(".json") for kind 
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_file_of_a_folder(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_stand_in_for_a_file_of_a_folder_is_told_for_what_it_is(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     content, message = (EVERYWHERE | WEIGHTS)[kind]
     source = folder_with(tmp_path / "source", name)
     (source / name).write_bytes(content)
@@ -79,7 +81,7 @@ def test_a_file_of_a_folder(tmp_path: Path, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EVERYWHERE | WEIGHTS)
 @pytest.mark.parametrize("named", ["file", "part", "folder", "other suffix"])
-def test_a_gguf_file(tmp_path: Path, kind: str, named: str) -> None:
+def test_a_stand_in_for_a_gguf_file_is_told_for_what_it_is(tmp_path: Path, kind: str, named: str) -> None:
     content, message = (EVERYWHERE | WEIGHTS)[kind]
     folder = tmp_path / "source"
     folder.mkdir()
@@ -120,7 +122,7 @@ def test_commands_that_take_bundles_tell_it_too(
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.02, 0.3, 0.6, 0.999])
-def test_a_truncated_download(tmp_path: Path, share: float) -> None:
+def test_a_truncated_download_is_refused(tmp_path: Path, share: float) -> None:
     """The header may be whole, and weights missing."""
     source = write_checkpoint(tmp_path / "source", vocab_size=BYTE_LEVEL_TOKENS)
     write_gguf(tmp_path / "model.gguf", source, change=add_byte_level)

@@ -92,7 +92,7 @@ def test_a_file_is_carried_over_as_it_is_unless_a_table_does_the_same(source: Pa
 
 
 @pytest.mark.parametrize("strips", [True, False])
-def test_sentencepiece_alone(source: Path, strips: bool) -> None:
+def test_a_sentencepiece_model_alone_is_converted(source: Path, strips: bool) -> None:
     data = sentencepiece_model(strips_spaces=strips)
     (source / "tokenizer.model").write_bytes(data)
     info, bundle = converted(source)
@@ -242,7 +242,9 @@ def test_ends_outside_the_vocabulary(source: Path, ids: object) -> None:
     ({"chat_template": None}, None), ({"chat_template": "  "}, None), ({"chat_template": 7}, None),
     ({"chat_template": ["x", 3]}, None), ({"chat_template": "h\u00e9 \U0001f600"}, "h\u00e9 \U0001f600"),
 ])  # fmt: skip
-def test_chat_templates(source: Path, settings: dict[str, Any], template: str | None) -> None:
+def test_the_default_chat_template_is_kept(
+    source: Path, settings: dict[str, Any], template: str | None
+) -> None:
     write_json(source / "tokenizer_config.json", **settings)
     info, bundle = converted(source)
     assert info.chat_template == (None if template is None else "chat_template.jinja")
@@ -266,7 +268,9 @@ def test_a_template_file_goes_before_the_key(source: Path) -> None:
         ({"additional_chat_templates/tool_use.jinja": "T"}, "T"),
     ],
 )
-def test_templates_in_files(source: Path, files: dict[str, str], template: str) -> None:
+def test_chat_templates_are_read_from_every_file_that_may_hold_them(
+    source: Path, files: dict[str, str], template: str
+) -> None:
     for name, text in files.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
@@ -343,7 +347,7 @@ def test_a_tokenizer_above_the_runtimes_cap_is_refused(source: Path, kind: str) 
     assert_refused(source, CheckpointError, f"{file} is larger than {limit} bytes")
 
 
-def test_a_tokenizer_of_another_model(source: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(source: Path) -> None:
     byte_level(extra=50).save(str(source / "tokenizer.json"))
     assert_refused(
         source, CheckpointError, r"tokenizer\.json has 309 tokens, but config\.json says vocab_size 300"
@@ -369,12 +373,12 @@ def test_a_much_smaller_tokenizer_is_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model"])
 @pytest.mark.parametrize("content", [b"", b"x", b"{}", b"\xff" * 50, b"[" * 100000, b"\x0a\x05\x0a\x01a\x15"])
-def test_a_damaged_tokenizer(source: Path, file: str, content: bytes) -> None:
+def test_a_damaged_tokenizer_is_refused(source: Path, file: str, content: bytes) -> None:
     (source / file).write_bytes(content)
     assert_refused(source, CheckpointError, "tokenizer.*download it again")
 
 
-def test_a_truncated_tokenizer(source: Path) -> None:
+def test_a_truncated_tokenizer_is_refused(source: Path) -> None:
     byte_level().save(str(source / "tokenizer.json"))
     whole = (source / "tokenizer.json").read_bytes()
     (source / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
@@ -387,7 +391,7 @@ def test_a_tokenizer_the_runtime_cannot_use(source: Path) -> None:
     assert_refused(source, UnsupportedModelError, "WordLevel.*without that file the model converts")
 
 
-def test_real_tokenizers(tmp_path: Path, shared_data: Path) -> None:
+def test_the_tokenizers_of_llama_2_and_minimind_are_converted(tmp_path: Path, shared_data: Path) -> None:
     """Llama 2's and MiniMind's own files, each with a model of its vocabulary."""
     llama = write_checkpoint(tmp_path / "llama", vocab_size=32000, num_hidden_layers=1, hidden_size=64)
     (llama / "tokenizer.model").symlink_to(shared_data / "tokenizers" / "llama2" / "tokenizer.model")

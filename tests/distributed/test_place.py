@@ -19,7 +19,7 @@ from ondevice.runtime.resolving import resolve
 from tests.support.paths import ROOT
 
 
-def test_a_place_in_the_ring_of_mlx_launch(tmp_path: Path) -> None:
+def test_mlx_launch_s_variables_give_the_place_in_the_ring(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
     file.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.2:5001"]]))
     found = find_place({"MLX_RANK": "1", "MLX_HOSTFILE": str(file)})

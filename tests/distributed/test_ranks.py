@@ -320,7 +320,9 @@ def test_one_host_is_too_few(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("number", "runs"), [(signal.SIGKILL, 50), (signal.SIGSTOP, 20)])
-def test_at_random_moments(tmp_path: Path, number: signal.Signals, runs: int) -> None:
+def test_a_rank_lost_at_a_random_moment_ends_all_with_an_error(
+    tmp_path: Path, number: signal.Signals, runs: int
+) -> None:
     """A supervisor or an engine is killed or stopped while ranks start, read, compute and wait."""
     choose = random.Random(int(number))
     command = ("-m", "ondevice", "bench", "--runs", "99", "--max-tokens", "300", "--threads", "1", *BUDGET)

@@ -135,7 +135,7 @@ def test_no_drafter_changes_the_text(
     ],
 )
 @pytest.mark.parametrize("cuts", [(3,), pytest.param((1, 4), marks=pytest.mark.slow)])
-def test_every_sparsity_with_few_segments(
+def test_ranks_with_few_segments_make_the_same_texts(
     name: str,
     sparsity: str,
     cuts: Sequence[int],
@@ -157,7 +157,7 @@ def test_every_sparsity_with_few_segments(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "mlx"])
 @pytest.mark.parametrize("cuts", [(2,), (1, 3)])
-def test_other_backends(
+def test_ranks_of_other_backends_make_the_same_texts(
     backend: str, cuts: Sequence[int], bundle: Path, one_machine: Callable[..., list[list[int]]]
 ) -> None:
     if backend == "mlx":

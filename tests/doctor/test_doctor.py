@@ -205,7 +205,7 @@ def test_little_memory_is_warned_of_and_none_told_fails(monkeypatch: pytest.Monk
     assert attempt("memory", machine.memory).status == "failed"
 
 
-def test_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_mlx_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.util, "find_spec", lambda name: None)
     assert machine.mlx("linux").status == "skipped"
     assert machine.mlx("darwin").status == "warning"

@@ -161,7 +161,7 @@ def test_a_token_that_barely_won_is_forgiven_but_not_to_cpu(
     assert compared(models, "cpu", changed(recorded, {last: 0.0})).status == "failed"
 
 
-def test_behind_a_forgiven_token_the_recorded_ones_lead(
+def test_after_a_forgiven_token_the_recorded_ones_lead(
     models: dict[str, Model], recorded: generation.Recorded
 ) -> None:
     last = len(recorded.tokens) - 1

@@ -211,7 +211,7 @@ def test_a_store_that_cant_be_written_stops_nobody(
     assert len(counted) == 2
 
 
-def test_files_too_small_to_measure(
+def test_files_too_small_to_measure_give_no_costs(
     token_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = Bundle.open(token_bundle)

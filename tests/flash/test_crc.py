@@ -39,7 +39,7 @@ def targets() -> list[str]:
 
 @pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize(("data", "expected"), VECTORS)
-def test_published_vectors(data: bytes, expected: int, target: str) -> None:
+def test_crc32c_gives_the_published_values(data: bytes, expected: int, target: str) -> None:
     crcs = crc32c(np.frombuffer(data, np.uint8), (len(data),), target)
     assert crcs.dtype == np.uint32
     assert crcs.tolist() == [expected]

@@ -68,7 +68,7 @@ def test_damage_is_found_in_its_range_alone(tmp_path: Path) -> None:
         reads.close()
 
 
-def test_impossible_ranges(reader: FlashReader) -> None:
+def test_impossible_ranges_are_refused(reader: FlashReader) -> None:
     reads, target = _native.RangeReads(reader.native), Target(8, 4)
     with pytest.raises(ValueError, match="whole checked units"):
         reads.begin(0, target.offset, target.nbytes - 1, target.address)

@@ -52,7 +52,7 @@ def settle(ahead: ReadAhead) -> int:
     hold=st.integers(1, 4),
     steps=st.integers(0, 25),
 )
-def test_the_schedule_in_order(
+def test_extents_arrive_in_the_schedule_s_order(
     reader: FlashReader,
     records: RecordFile,
     spans: list[tuple[int, int]],
@@ -168,7 +168,7 @@ def test_a_schedule_of_small_extents_has_more_slots(reader: FlashReader, records
         np.testing.assert_array_equal(ahead.next(), records.bytes_at(large.offset, large.nbytes))
 
 
-def test_rewind(reader: FlashReader, records: RecordFile) -> None:
+def test_a_rewind_starts_the_schedule_again(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(16 * i, 16) for i in range(5)]
 
     def expect(ahead: ReadAhead, index: int) -> None:
@@ -251,7 +251,7 @@ def test_only_errors_behind_a_held_extent_fill_the_ring(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ahead.next(), records.data[:16].reshape(-1))
 
 
-def test_a_file_cut_while_reading_ahead(tmp_path: Path) -> None:
+def test_a_file_cut_while_reading_ahead_raises_only_for_its_lost_extents(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 160)
     extents = [extent_of(16 * i, 16) for i in range(10)]
     with FlashReader([records.checked], threads=2) as reader, open_ahead(reader, extents, 2) as ahead:
@@ -304,7 +304,7 @@ def test_a_slot_holds_whole_units_and_pages_and_no_more(reader: FlashReader, rec
             ReadAhead(reader, [extent], needed - 4096, 2, True)
 
 
-def test_impossible_schedules(reader: FlashReader) -> None:
+def test_impossible_schedules_are_refused(reader: FlashReader) -> None:
     extent, needed = extent_of(0, 16), 16 * STRIDE
     with pytest.raises(ValueError, match="at least 2 slots"):
         ReadAhead(reader, [extent], needed, 1, True)

@@ -32,7 +32,9 @@ END = HEADER_BYTES + RECORDS * STRIDE
 
 @settings(max_examples=40)
 @given(offset=st.integers(HEADER_BYTES, END - 1), length=st.integers(1, END), into=st.booleans())
-def test_any_range(reader: FlashReader, records: RecordFile, offset: int, length: int, into: bool) -> None:
+def test_any_range_reads_its_bytes(
+    reader: FlashReader, records: RecordFile, offset: int, length: int, into: bool
+) -> None:
     nbytes = min(length, END - offset)
     out = np.zeros(nbytes, np.uint8) if into else None
     got = reader.read(0, offset, nbytes, out)
@@ -42,7 +44,9 @@ def test_any_range(reader: FlashReader, records: RecordFile, offset: int, length
 
 @settings(max_examples=25)
 @given(ids=st.lists(st.integers(0, RECORDS - 1), max_size=40), straight=st.booleans())
-def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], straight: bool) -> None:
+def test_any_records_read_their_bytes(
+    reader: FlashReader, records: RecordFile, ids: list[int], straight: bool
+) -> None:
     if straight and ids:
         ids = list(range(ids[0], min(ids[0] + 300, RECORDS)))  # longer than one staging buffer
     out = np.zeros((len(ids), STRIDE), np.uint8)
@@ -75,14 +79,14 @@ def test_an_unaligned_end_and_a_short_last_unit(tmp_path: Path) -> None:
     ("offset", "nbytes"),
     [(0, 10), (HEADER_BYTES - 1, 1), (END, 1), (END - 5, 6), (HEADER_BYTES, END), (1 << 62, 1 << 62)],
 )
-def test_ranges_outside_the_checked_bytes(reader: FlashReader, offset: int, nbytes: int) -> None:
+def test_ranges_outside_the_checked_bytes_are_refused(reader: FlashReader, offset: int, nbytes: int) -> None:
     with pytest.raises(IndexError, match=r"records\.flash"):
         reader.read(0, offset, nbytes) if nbytes > 100 else reader.read(
             0, offset, nbytes, np.empty(nbytes, "u1")
         )
 
 
-def test_impossible_arguments(reader: FlashReader, records: RecordFile) -> None:
+def test_impossible_arguments_are_refused(reader: FlashReader, records: RecordFile) -> None:
     with pytest.raises(IndexError):
         reader.read(1, HEADER_BYTES, 1)
     with pytest.raises(IndexError, match="record 997 of 997"):
@@ -219,7 +223,7 @@ def test_staging_is_bounded_and_stats_add_up(records: RecordFile) -> None:
     assert 0 < stats.cpu_seconds <= 3 * stats.read_seconds
 
 
-def test_a_closed_reader(records: RecordFile) -> None:
+def test_a_closed_reader_refuses_to_read(records: RecordFile) -> None:
     reader = FlashReader([records.checked], threads=2)
     reader.close()
     reader.close()

@@ -54,7 +54,7 @@ ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(
     which=st.sampled_from([(0, 1), (0, 2), (1, 1)]),
     gap=st.sampled_from([0, 700, 5000, 1 << 20]),
 )
-def test_any_records(
+def test_any_records_read_their_bytes(
     reader: FlashReader, records: RecordFile, ids: list[int], which: tuple[int, int], gap: int
 ) -> None:
     batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, *which)

@@ -171,7 +171,7 @@ def test_a_seed_decides_a_case(bases: Bases, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
 @pytest.mark.parametrize("cases", [sum(SHARES.values()), pytest.param(36, marks=pytest.mark.slow)])
-def test_cases_of_every_kind(bases: Bases, tmp_path: Path, cases: int) -> None:
+def test_cases_of_every_kind_pass(bases: Bases, tmp_path: Path, cases: int) -> None:
     made = ("--bases", str(bases.folder), "--seconds", "120", "--seed", "5")
     result = fuzzed(tmp_path, "--cases", str(cases), *made)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -195,6 +195,6 @@ def test_a_finding_is_kept_and_told_how_to_repeat(bases: Bases, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, as Linux does")
-def test_a_minute_of_cases(tmp_path: Path) -> None:
+def test_a_minute_of_cases_passes(tmp_path: Path) -> None:
     result = fuzzed(tmp_path, "--seconds", "60", "--seed", "6")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -86,7 +86,7 @@ def test_scalar_is_always_there_and_last() -> None:
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear(bits: int, shape: tuple[int, int]) -> None:
+def test_a_product_of_dequantised_rows_matches_float64(bits: int, shape: tuple[int, int]) -> None:
     rows, cols = shape
     weight, bias, x = normal(rows, cols), normal(rows, seed=1), normal(TOKENS, cols, seed=2)
 
@@ -185,7 +185,7 @@ def down_oracle(h: Float32, down: Float32, bits: Literal[4, 5, 6, 8]) -> NDArray
 @pytest.mark.fast("1-1-*", "100-200-*", "64-64-4", "192-321-[48]")
 @pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
-def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
+def test_the_down_projection_matches_float64(bits: Bits, hidden: int, neurons: int) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
     layout = record_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
@@ -215,7 +215,7 @@ def test_down_projection(bits: Bits, hidden: int, neurons: int) -> None:
 @pytest.mark.parametrize("window", [0, 1, 37])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
-def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) -> None:
+def test_attention_matches_float64(heads: int, kv_heads: int, dim: int, bits: int, window: int) -> None:
     """Against softmax(q k / sqrt(dim)) v in float64, over keys and values as they are stored."""
     tokens = 150
     q, k, v = (normal(tokens, n, dim, seed=n + 7 * i) for i, n in enumerate((heads, kv_heads, kv_heads)))
@@ -285,7 +285,7 @@ def test_no_activation_makes_a_number_of_nan() -> None:
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 256])
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_norm(n: int, biased: bool, centred: bool) -> None:
+def test_a_norm_matches_float64(n: int, biased: bool, centred: bool) -> None:
     x, weight, bias = normal(3, n), normal(n, seed=1), normal(n, seed=2)
     norm = Norm(weight, 1e-5, bias if biased else None, centred)
 
@@ -308,7 +308,7 @@ def test_norm(n: int, biased: bool, centred: bool) -> None:
     np.testing.assert_allclose(on_every_target(added), weight + expected, rtol=1e-5, atol=1e-6)
 
 
-def test_soft_cap() -> None:
+def test_the_soft_cap_matches_float64() -> None:
     x = np.concatenate([normal(1, 37), [[0.0, 1e-20, 1e6, -1e6, 200.0]]], axis=1).astype(np.float32)
 
     def run(runner: _native.Runner) -> Float32:
@@ -346,7 +346,7 @@ def test_head_norm_and_rope_work_on_slices_of_a_wider_row(head_dim: int) -> None
     np.testing.assert_allclose(on_every_target(run)[:, 7:], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_activations_against_float64() -> None:
+def test_activations_match_float64() -> None:
     from math import erf
 
     gate = np.concatenate([np.linspace(-30, 30, 1003), [-1e4, -0.0, 0.0, 1e4]]).astype(np.float32)

@@ -67,7 +67,7 @@ def test_attention_is_that_of_keys_and_values_apart(heads: int, latent: int, tur
 
 
 @pytest.mark.parametrize(("heads", "latent", "turning"), [(2, 16, 2), (6, 48, 8), (5, 64, 32)])
-def test_attention_at_8_bits(heads: int, latent: int, turning: int) -> None:
+def test_attention_at_8_bits_matches_float64(heads: int, latent: int, turning: int) -> None:
     """Latents and parts that turn have scales of their own: one doesn't coarsen the other."""
     found = on_every_target(lambda runner: attended(runner, heads, latent, turning, 8)[0])
     on_every_target(lambda runner: attended(runner, heads, latent, turning, 8)[1].view(np.float32))

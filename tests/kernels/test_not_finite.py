@@ -39,7 +39,9 @@ def one(results: list[Float32]) -> Float32:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("value", BROKEN)
-def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
+def test_only_the_token_of_a_value_not_finite_is_spoilt_in_a_feed_forward_layer(
+    bits: Any, activation: Any, value: float
+) -> None:
     hidden, neurons = 100, 200
     config = with_feed_forward(
         tiny_config(hidden_size=hidden, intermediate_size=neurons), FeedForwardSpec(activation)
@@ -65,7 +67,9 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("value", BROKEN)
-def test_queries_keys_and_values(kv_bits: Any, where: str, value: float) -> None:
+def test_only_tokens_that_attend_to_a_value_not_finite_are_spoilt(
+    kv_bits: Any, where: str, value: float
+) -> None:
     if where == "k" and kv_bits == 16 and not np.isnan(value):
         value = np.nan  # An infinite score is a limit: it may weigh nothing, and nothing is wrong.
     config = tiny_config(num_heads=2, num_kv_heads=2, head_dim=40)

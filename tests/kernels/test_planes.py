@@ -156,7 +156,7 @@ def test_without_low_planes_low_bits_are_their_mean(stored: RowFormat) -> None:
     assert np.abs(on_every_target(run) - outputs).max() < 1e-2 * np.abs(outputs).max()
 
 
-def test_impossible_planes() -> None:
+def test_impossible_planes_are_refused() -> None:
     layout = slice_layout(RowFormat(4), RowFormat(4))
     record = random_slices(layout)[0]
     high, low = planes_of(record, layout)

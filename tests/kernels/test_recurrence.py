@@ -102,7 +102,7 @@ class Case:
 @pytest.mark.fast("[15]-*", "70-spec[123678]")
 @pytest.mark.parametrize("spec", [*DELTAS, *MIXERS])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 70])
-def test_outputs_and_states(spec: DeltaSpec | Mamba2Spec, tokens: int) -> None:
+def test_outputs_and_states_match_the_reference(spec: DeltaSpec | Mamba2Spec, tokens: int) -> None:
     case = Case(spec, tokens)
     expected, wanted = case.reference()
     both = on_every_target(lambda runner: np.concatenate([part.reshape(-1) for part in case.run(runner)]))
@@ -213,7 +213,7 @@ def test_weights_of_mixers_fit_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 100])
-def test_sigmoid_gate(n: int) -> None:
+def test_the_sigmoid_gate_matches_float64(n: int) -> None:
     x, gates = normal(5, n), 30.0 * normal(5, n, seed=1)
 
     def gated(runner: _native.Runner) -> Float32:

@@ -34,7 +34,7 @@ FORMATS += [RowFormat(5), RowFormat(6), MXFP4]
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 64), (35, 96), (130, 200)])
-def test_linear(stored: RowFormat, rows: int, cols: int) -> None:
+def test_a_product_in_every_row_format_matches_float64(stored: RowFormat, rows: int, cols: int) -> None:
     weight, bias, x = normal(rows, cols), normal(rows, seed=1), normal(19, cols, seed=2)
 
     def run(runner: _native.Runner) -> Float32:

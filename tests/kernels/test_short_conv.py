@@ -31,7 +31,7 @@ def run(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 70])
-def test_short_conv(size: tuple[int, int], tokens: int) -> None:
+def test_the_short_convolution_matches_float64(size: tuple[int, int], tokens: int) -> None:
     projected, weights, state = case(size, tokens)
     channels, taps = size
     b, c, x = (part.astype(np.float64) for part in np.split(projected, 3, axis=1))

@@ -115,7 +115,7 @@ def test_nothing_to_add_is_the_base_or_zeros() -> None:
         assert out.tobytes() == expected.tobytes()
 
 
-def test_impossible_arguments() -> None:
+def test_impossible_arguments_are_refused() -> None:
     layout = expert_layout_of(HIDDEN, NEURONS, RowFormat(4), RowFormat(4))
     records, x, out = slices_of(layout), normal(2, HIDDEN), np.empty((2, HIDDEN), np.float32)
     slices = native_expert(layout)

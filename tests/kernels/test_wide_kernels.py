@@ -32,7 +32,9 @@ def normed(x: Float32, weight: Float32) -> Float32:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tokens", [1, TOKENS])
-def test_a_product_of_normed_rows_on_top_of_others(tokens: int, shape: tuple[int, int], bits: int) -> None:
+def test_a_product_of_normed_rows_is_added_bit_for_bit(
+    tokens: int, shape: tuple[int, int], bits: int
+) -> None:
     rows, cols = shape
     weight, bias, norm = normal(rows, cols), normal(rows, seed=1), normal(cols, seed=2)
     x, added = normal(tokens, cols, seed=3), normal(tokens, rows, seed=4)
@@ -55,7 +57,7 @@ def test_a_product_of_normed_rows_on_top_of_others(tokens: int, shape: tuple[int
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
 @pytest.mark.parametrize("tokens", [1, TOKENS])
-def test_a_feed_forward_of_normed_rows_on_top_of_others(
+def test_a_feed_forward_of_normed_rows_is_added_bit_for_bit(
     tokens: int, hidden: int, neurons: int, bits: Bits
 ) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
@@ -137,7 +139,9 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("kind", ["none", "head", "layer"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
-def test_attend(heads: int, kv_heads: int, dim: int, kind: str, bits: int, window: int) -> None:
+def test_one_wide_attention_equals_its_steps_bit_for_bit(
+    heads: int, kv_heads: int, dim: int, kind: str, bits: int, window: int
+) -> None:
     """A text in three passes, the last of them the nodes of a tree."""
     tree = TokenTree(PARENTS)
     passes = [(0, 1, None), (1, 70, None), (70, 70 + len(tree), (tree.parents, tree.depths))]
@@ -175,7 +179,7 @@ def test_attend(heads: int, kv_heads: int, dim: int, kind: str, bits: int, windo
     assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
 
 
-def test_attend_with_normed_values_and_with_queries_alone() -> None:
+def test_attention_accepts_normed_values_and_queries_alone() -> None:
     """Values normed by the caller, and keys that are stored already, give the same context."""
     heads, kv_heads, dim, tokens = 4, 2, 10, 9
     qkv, angle = normal(tokens, (heads + 2 * kv_heads) * dim), normal(tokens, dim // 2, seed=1)

@@ -128,7 +128,7 @@ def test_a_head_that_is_the_embedding_table_is_read_too(tmp_path: Path) -> None:
     assert_all_is_read(run(bundle), bundle, [RESIDENT, EMBEDDING])
 
 
-def test_the_table_and_the_overlap(found: Ablation) -> None:
+def test_the_table_tells_the_overlap_and_each_step_s_bytes(found: Ablation) -> None:
     apart, overlap = found.row("all"), found.row("overlap")
     assert found.overlap_ratio == overlap.total_seconds / max(apart.io_seconds, apart.compute_seconds)
     lines = ablation_table(found).splitlines()
@@ -180,7 +180,7 @@ def test_a_budget_with_room_for_everything_is_told(relu_chat_bundle: Path) -> No
     assert any("room for every neuron" in note for note in notes)
 
 
-def test_the_command(ondevice: Run, relu_chat_bundle: Path, chat_bundle: Path) -> None:
+def test_the_command_prints_the_ablation(ondevice: Run, relu_chat_bundle: Path, chat_bundle: Path) -> None:
     budget = half_budget(relu_chat_bundle)
     options = ("--ablation", "--prompt-tokens", 9)
     shown = ondevice("bench", "-m", relu_chat_bundle, *options, "--dram-budget", budget, "--json")
@@ -204,7 +204,7 @@ def test_the_command(ondevice: Run, relu_chat_bundle: Path, chat_bundle: Path) -
     assert "means of 2 tokens, behind 9 of prompt" in table.out
 
 
-def test_what_is_refused(ondevice: Run, sparse_bundle: Path) -> None:
+def test_impossible_counts_and_budgets_are_refused(ondevice: Run, sparse_bundle: Path) -> None:
     arguments = ("bench", "-m", sparse_bundle, "--ablation")
     runs = ondevice(*arguments, "--runs", 2)
     assert (runs.code, "--max-tokens" in runs.err) == (2, True)
@@ -221,7 +221,7 @@ def test_what_is_refused(ondevice: Run, sparse_bundle: Path) -> None:
         run(sparse_bundle, dram_budget=1 << 20)
 
 
-def test_checksums_of_rows(sparse_bundle: Path, tmp_path: Path) -> None:
+def test_checksums_of_rows_point_at_the_one_damaged_row(sparse_bundle: Path, tmp_path: Path) -> None:
     bundle = Bundle.open(sparse_bundle)
     name = neuron_file_name(1)
     files = row_checksums(bundle, "auto")

@@ -79,7 +79,7 @@ def found(relu_bundle: Path, eager: None) -> Comparison:
     )
 
 
-def test_every_drafter_on_every_task(found: Comparison) -> None:
+def test_every_drafter_is_measured_on_every_task(found: Comparison) -> None:
     drafters = [name for name in DRAFTERS if name not in missing(found)]
     assert {"lookup", "recycling", "streams", "resident"} <= set(drafters)
     assert found.tasks == ("songs", "talk", ALL_TASKS)
@@ -209,7 +209,7 @@ def test_drafts_are_counted_as_they_are_judged() -> None:
     assert median_stats(runs).drafting == DraftStats(3, 6, (3,), (3,), 3.0, 6.0)
 
 
-def test_the_table_and_the_json(found: Comparison) -> None:
+def test_the_table_and_the_json_tell_the_same_rates(found: Comparison) -> None:
     table = comparison_table(found)
     row = found.row(ALL_TASKS, "lookup")
     line = next(
@@ -248,7 +248,7 @@ def test_a_text_that_changes_is_an_error(
         replace(found, changed=(Changed("songs", 1, "streams"),)).require_same_texts()
 
 
-def test_the_command(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_comparison(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     songs, talk = tmp_path / "songs.txt", tmp_path / "talk.txt"
     songs.write_text("La la la, la la la\n\n\nDo re mi,\ndo re\n \nSo fa")
     talk.write_text("Hello\n\nGoodbye")
@@ -278,7 +278,7 @@ def test_the_command(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shipped_model_on_the_prompts_that_ship(ondevice: Run) -> None:
+def test_the_shipped_model_is_compared_on_the_prompts_that_ship(ondevice: Run) -> None:
     shown = ondevice("bench", "--speculation", "all", "--prompts", 1, "--max-tokens", 6)
     assert shown.code == 0, shown.err
     assert "small-relu: a budget of" in shown.out
@@ -286,7 +286,7 @@ def test_the_shipped_model_on_the_prompts_that_ship(ondevice: Run) -> None:
         assert name in shown.out
 
 
-def test_it_is_drawn(found: Comparison, tmp_path: Path) -> None:
+def test_a_comparison_is_drawn_into_an_empty_folder(found: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert plots.draw_comparison(tmp_path / "a", lambda: found) is found
     assert (tmp_path / "a" / plots.SPECULATION).read_bytes().startswith(b"\x89PNG")
@@ -306,7 +306,9 @@ def test_equal_numbers_are_drawn_alike(found: Comparison, tmp_path: Path) -> Non
     plots.draw_comparison(tmp_path / "off", lambda: alone)
 
 
-def test_what_is_refused(ondevice: Run, relu_bundle: Path, token_bundle: Path, tmp_path: Path) -> None:
+def test_options_without_meaning_and_unusable_texts_are_refused(
+    ondevice: Run, relu_bundle: Path, token_bundle: Path, tmp_path: Path
+) -> None:
     bench, compared = ("bench", "-m", relu_bundle), ("bench", "-m", relu_bundle, "--speculation", "all")
     text = tmp_path / "text.txt"
     text.write_text("One.\n\nTwo.")

@@ -206,7 +206,7 @@ def checked(found: profiling.Profile, tokens: int) -> dict[str, object]:
     return shown
 
 
-def test_a_profile_of_pieces_of_a_text_or_of_the_model_s_own(bundle: Path, tmp_path: Path) -> None:
+def test_a_profile_takes_pieces_a_text_or_the_model_s_own_text(bundle: Path, tmp_path: Path) -> None:
     pieces = np.random.default_rng(3).integers(0, 250, (2, 40)).tolist()
     told: list[float] = []
     found = profile(bundle, pieces=pieces, on_progress=lambda fraction, what: told.append(fraction))

@@ -90,7 +90,7 @@ def test_rows_have_the_bits_of_their_sequence_alone(model: Transformer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_family(tmp_path: Path, case: str) -> None:
+def test_sequences_run_together_give_each_family_s_bits_alone(tmp_path: Path, case: str) -> None:
     write_model(tmp_path / "source", *CASES[case])
     with running(convert(tmp_path / "source", tmp_path / "bundle", "q4"), "cpu") as found:
         alone, together = bits(found)

@@ -33,7 +33,7 @@ class Counter:
         self.out -= 1
 
 
-def test_layout_sizes() -> None:
+def test_the_layout_counts_bytes_of_heads_and_blocks() -> None:
     wide, narrow = KVLayout(CONFIG, 16), KVLayout(CONFIG, 8)
     assert wide.head_bytes(0) == 2 * 64 * 16 * 2
     assert narrow.head_bytes(0) == 2 * (64 * 16 + 64 * 4)

@@ -19,7 +19,7 @@ def kill_while_caching(bundle: Path, cache: Path, kills: int, seed: int) -> Any:
     return json.loads(done.stdout)
 
 
-def test_kills_while_writing(chat_bundle: Path, tmp_path: Path) -> None:
+def test_a_kill_while_writing_leaves_the_cache_sound(chat_bundle: Path, tmp_path: Path) -> None:
     found = kill_while_caching(chat_bundle, tmp_path, kills=1, seed=1)
     assert found["kills"] == 1
 

@@ -74,7 +74,7 @@ def test_prompts_are_those_of_transformers(name: str, model: Model) -> None:
 
 
 @pytest.mark.parametrize("turns", [2, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
-def test_turns(model: Model, turns: int) -> None:
+def test_every_reply_equals_that_of_the_prompt_written_by_hand(model: Model, turns: int) -> None:
     end = model.tokenizer.token_id(END)
     session = model.session("You answer briefly.")
     history: list[dict[str, Any]] = [{"role": "system", "content": "You answer briefly."}]

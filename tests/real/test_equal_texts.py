@@ -78,7 +78,7 @@ def test_chunks_threads_reads_and_drafts_by_themselves(bundle: Path, expected: T
 
 @pytest.mark.fast("smollm2-few")
 @pytest.mark.parametrize("budgets", [(0, 2), (0, 1, 2)], ids=["few", "more"])
-def test_budgets_from_the_smallest(bundle: Path, expected: Texts, budgets: tuple[int, ...]) -> None:
+def test_no_budget_changes_the_texts(bundle: Path, expected: Texts, budgets: tuple[int, ...]) -> None:
     options, read = PLAIN | {"max_context": 512}, []
     for quarters in budgets:
         with load(bundle, dram_budget=budget_between(bundle, quarters, **options), **options) as model:
@@ -91,7 +91,9 @@ def test_budgets_from_the_smallest(bundle: Path, expected: Texts, budgets: tuple
 
 @pytest.mark.fast("smollm2-lookup")
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafters(bundle: Path, expected: Texts, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_drafter_changes_the_texts(
+    bundle: Path, expected: Texts, drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     always_draft(monkeypatch, [4])
     with load(bundle, **(PLAIN | {"speculation": drafter})) as model:
         assert texts(model) == expected
@@ -127,7 +129,7 @@ def test_the_budget_changes_while_a_text_is_made(bundle: Path, expected: Texts) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_options_drawn_by_chance(bundle: Path, expected: Texts, seed: int) -> None:
+def test_no_options_drawn_by_chance_change_the_texts(bundle: Path, expected: Texts, seed: int) -> None:
     """Budgets change while a text is made, in both directions; with four models, 200 runs."""
     draw, offloads = random.Random(seed), 0
     for number in range(DRAWN_RUNS):

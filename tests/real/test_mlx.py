@@ -27,7 +27,7 @@ LARGEST_SHARE = 1e-3
 """Most difference to plain numpy, of the largest logit; measured: 0.00018."""
 
 
-def test_logits_and_text(smollm2: Path) -> None:
+def test_mlx_stays_near_the_reference_s_logits_and_gives_its_text(smollm2: Path) -> None:
     logits, texts = {}, {}
     for backend in ("reference", "cpu", "mlx"):
         with load(smollm2, backend=backend, speculation="off") as model:

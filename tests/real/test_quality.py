@@ -72,7 +72,7 @@ LEAST_EQUAL = 0.92
 """Share of tokens of which the likeliest next one is equal; measured: 0.9375."""
 
 
-def test_likeliest_tokens_against_recorded_ones(smollm2: Path) -> None:
+def test_the_likeliest_tokens_match_recorded_ones(smollm2: Path) -> None:
     tokens, logits = logits_of(smollm2, "cpu", len(LIKELIEST))
     assert (logits.argmax(-1) == LIKELIEST)[1:].mean() >= LEAST_EQUAL
     assert perplexity(logits, tokens) <= FLOAT32_PERPLEXITY * MOST_PERPLEXITY
@@ -89,7 +89,7 @@ def test_recorded_tokens_are_those_of_the_files_values(smollm2: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 @pytest.mark.timeout(1800)
-def test_logits_against_the_files_values_in_float32(name: str, bundle_of: Any) -> None:
+def test_logits_stay_near_those_of_the_files_values_in_float32(name: str, bundle_of: Any) -> None:
     tokens, logits = logits_of(bundle_of(name), "cpu")
     oracle = float32_logits(real_model(name), tokens)
     measured, limit = divergence(oracle[1:], logits[1:]), MEASURED[name]

@@ -391,7 +391,7 @@ def test_the_second_models_cache_keeps_what_it_can(target: Path) -> None:
         assert logits([1] * 10_000) is None
 
 
-def test_common_prefixes() -> None:
+def test_the_common_prefix_ends_at_the_first_difference_or_the_limit() -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
         a = rng.integers(0, 2, rng.integers(0, 12)).tolist()

@@ -74,7 +74,7 @@ def test_a_name_that_no_model_has(ondevice: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom", "/dev/full"])
-def test_an_endless_file_in_the_place_of_a_small_one(
+def test_an_endless_file_in_the_place_of_a_small_one_is_refused(
     tmp_path: Path, device: str, ondevice: Run, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=r"is not (UTF-8 )?text"):
@@ -102,7 +102,7 @@ def test_an_endless_file_in_the_place_of_a_small_one(
         (bundle / name).unlink()
 
 
-def test_a_pipe_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.bin")
     for source in (tmp_path / "model.bin", tmp_path):
         with pytest.raises(CheckpointError):

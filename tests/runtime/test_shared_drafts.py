@@ -52,7 +52,7 @@ CASES_OF = [
 
 @pytest.mark.fast("experts-auto-4")
 @pytest.mark.parametrize(("mode", "drafter", "clients"), CASES_OF)
-def test_the_bits_of_each_alone(
+def test_texts_that_draft_together_have_the_bits_of_each_alone(
     mode: str,
     drafter: Any,
     clients: int,

@@ -30,7 +30,9 @@ from tests.support.shared_texts import ENDS, Parts, alone, asked, at_once, promp
 
 @pytest.mark.fast("predicted")
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
-def test_the_bits_of_each_alone(mode: str, parts: Parts, request: pytest.FixtureRequest) -> None:
+def test_texts_made_together_have_the_bits_of_each_alone(
+    mode: str, parts: Parts, request: pytest.FixtureRequest
+) -> None:
     bundle = request.getfixturevalue("expert_bundle") if mode == "experts" else None
     options: dict[str, Any] = {"sparsity": mode, "threads": 2, "prefill_chunk": 29, "memory_pressure": "off"}
     with load(bundle, **options) as model:
@@ -49,7 +51,7 @@ def test_the_bits_of_each_alone(mode: str, parts: Parts, request: pytest.Fixture
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted", "experts"])
-def test_joining_and_leaving_at_random_times(
+def test_joining_and_leaving_at_random_times_changes_no_text(
     mode: str, seed: int, parts: Parts, request: pytest.FixtureRequest
 ) -> None:
     rng = random.Random(seed)

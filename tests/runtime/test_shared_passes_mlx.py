@@ -44,7 +44,7 @@ def widest(found: Parts) -> int:
 
 
 @pytest.mark.parametrize(("mode", "drafter"), MODES)
-def test_the_bits_of_each_alone(
+def test_texts_made_together_have_the_bits_of_each_alone(
     mode: str,
     drafter: str,
     parts: Parts,

@@ -95,7 +95,7 @@ def events(server: Serving, path: str, body: Any) -> list[tuple[str, dict[str, A
     ],
     ids=["basic", "system prompt", "several turns"],
 )
-def test_open_responses_texts(shipped: Serving, said: list[tuple[str, str]]) -> None:
+def test_a_text_conforms_to_open_responses(shipped: Serving, said: list[tuple[str, str]]) -> None:
     items = [{"type": "message", "role": role, "content": text} for role, text in said]
     found = shipped.post(RESPONSES, {"model": shipped.model.name, "input": items, "temperature": 0}).json
     check_resource(found)
@@ -103,7 +103,7 @@ def test_open_responses_texts(shipped: Serving, said: list[tuple[str, str]]) -> 
     assert [item["type"] for item in found["output"]] == ["message"]
 
 
-def test_open_responses_stream(shipped: Serving) -> None:
+def test_a_stream_conforms_to_open_responses(shipped: Serving) -> None:
     items = [{"type": "message", "role": "user", "content": "Count from 1 to 5."}]
     asked = {"model": shipped.model.name, "input": items, "stream": True, "temperature": 0}
     found = events(shipped, RESPONSES, asked)

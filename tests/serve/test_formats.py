@@ -88,7 +88,7 @@ def test_messages_of_anthropic_s_obey(server: Serving, expected: str) -> None:
         assert answer.json["content"] == [{"type": "text", "text": expected}]
 
 
-def test_ollama_s_formats(server: Serving, expected: str) -> None:
+def test_ollama_s_replies_obey_a_format(server: Serving, expected: str) -> None:
     ollama = pytest.importorskip("ollama")
     client = ollama.Client(host=server.url, timeout=60)
     asked = {"model": server.model.name, "options": {"temperature": 0, "num_predict": 60}}

@@ -265,7 +265,7 @@ def test_the_template_s_text_gives_the_chat_s_ids(server: Serving) -> None:
     assert server.post("/tokenize", {"content": prompt}).json["tokens"] == (server.model.chat_ids(messages))
 
 
-def test_properties_and_slots(server: Serving) -> None:
+def test_properties_and_slots_have_llama_cpp_s_keys(server: Serving) -> None:
     props = server.request("GET", "/props").json
     given = props["default_generation_settings"]
     assert {"id", "id_task", "n_ctx", "speculative", "is_processing", "params"} <= set(given)

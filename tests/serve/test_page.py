@@ -47,7 +47,7 @@ def following(server: Serving, **headers: str) -> Iterator[Iterator[Any]]:
         connection.close()
 
 
-def test_there_are_files(server: Serving) -> None:
+def test_the_page_has_its_script_and_style(server: Serving) -> None:
     assert {"/", "/page/app.js", "/page/style.css"} < set(FILES)
 
 

@@ -86,7 +86,7 @@ def test_two_run_and_one_that_goes_makes_room(server: Serving) -> None:
     until(lambda: server.metric("running_requests") == 0)
 
 
-def test_one_conversation_twice_at_once(server: Serving) -> None:
+def test_one_conversation_asked_twice_at_once_is_answered_twice(server: Serving) -> None:
     expected = text(server.post(CHAT, asked(1)))
     hurry = slow(server.model)
     threads, answers = answered(server, [asked(1), asked(1)])

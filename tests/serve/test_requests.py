@@ -219,7 +219,7 @@ def test_a_message_of_claude_code_s_kind_is_the_prompt_in_its_order(tooled: Serv
         (None, None, ""),
     ],
 )
-def test_forms_of_thinking(tooled: Serving, say: Say, thinking: Any, effort: Any, end: str) -> None:
+def test_thinking_sets_the_effort(tooled: Serving, say: Say, thinking: Any, effort: Any, end: str) -> None:
     script = say("Done.")
     body = BASES[MESSAGES] | {"thinking": thinking, "output_config": {"effort": effort}}
     assert tooled.post(MESSAGES, body).status == 200
@@ -473,7 +473,7 @@ def test_minus_one_is_no_limit(server: Serving, field: str) -> None:
         assert (error["param"], "-1 for no limit" in error["message"]) == (field, True)
 
 
-def test_no_limit_in_other_dialects(server: Serving) -> None:
+def test_negative_limits_mean_none_in_every_dialect(server: Serving) -> None:
     ids = server.model.tokenizer.encode("abc", add_bos=False)
     bias = {str(token): 100 for token in ids}
     answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": -1, "logit_bias": bias}).json

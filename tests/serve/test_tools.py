@@ -342,7 +342,7 @@ def test_a_streamed_message_tells_calls_by_their_json(anthropic_client: Any, say
     assert final.stop_reason == "tool_use"
 
 
-def test_choices_and_thinking_of_messages(anthropic_client: Any, say: Say) -> None:
+def test_messages_obey_choices_of_tools_and_thinking(anthropic_client: Any, say: Say) -> None:
     script = say(TWO)
     one = create(anthropic_client, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert [block.type for block in one.content].count("tool_use") == 1

@@ -118,7 +118,7 @@ def damaged(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_budget_below_the_dense_neurons(large: Path) -> None:
+def test_a_budget_below_the_dense_neurons_changes_no_text(large: Path) -> None:
     with load(large, **OPTIONS) as model:
         expected, whole = model.generate(tokens=PROMPT, max_tokens=6).tokens, model.plan
         assert whole.dense is not None

@@ -79,7 +79,7 @@ def test_logits_have_the_dense_bits(tmp_path: Path, quant: str, hidden_act: str)
     ],
     ids=["few", "all"],
 )
-def test_one_text_for_many_budgets_and_policies(
+def test_no_budget_or_policy_changes_the_text(
     relu_bundle: Path,
     dense: Model,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +105,7 @@ def test_one_text_for_many_budgets_and_policies(
     assert rates[POLICIES[0]] == pytest.approx(sorted(rates[POLICIES[0]]), abs=0.02)
 
 
-def test_a_budget_changed_while_running(relu_bundle: Path, dense: Model) -> None:
+def test_a_budget_changed_while_running_changes_no_text(relu_bundle: Path, dense: Model) -> None:
     expected = text(dense)
     with load(relu_bundle, sparsity="exact") as model:
         tokens, held = [], []

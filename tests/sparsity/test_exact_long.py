@@ -123,7 +123,7 @@ def held_bytes(model: Model) -> int:
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["reading-ahead", "on-demand"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_dense_text_under_ten_budgets(
+def test_ten_budgets_give_the_dense_text(
     texts: list[Text], policy: str, ahead: bool, adopted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, prefetch=ahead)

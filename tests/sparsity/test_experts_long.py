@@ -168,7 +168,7 @@ def counted(model: Model, budgets: list[int], expected: Texts, prompt: list[int]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, TRAINED])
-def test_ten_thousand_tokens(tmp_path: Path, name: str) -> None:
+def test_no_setting_changes_ten_thousand_tokens(tmp_path: Path, name: str) -> None:
     bundle, drafters = MIXTURE, (*DRAFTERS, SECOND)
     if name != TRAINED:
         write_model(tmp_path / "source", *MODELS[name])

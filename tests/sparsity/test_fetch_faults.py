@@ -83,7 +83,9 @@ def run_rounds(
 
 
 @pytest.mark.fast("threads")
-def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None:
+def test_some_faults_end_in_the_right_text_or_an_error(
+    shim: Path, tmp_path: Path, bundle: Path, way: str
+) -> None:
     # In the ring a read must fail twice before it is an error: eight rounds may see none.
     errors = 0
     for seed in range(4):
@@ -97,14 +99,18 @@ def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None
 
 
 @pytest.mark.slow
-def test_some_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path) -> None:
+def test_some_faults_of_experts_end_in_the_right_text_or_an_error(
+    shim: Path, tmp_path: Path, expert_bundle: Path
+) -> None:
     counts = run_rounds(shim, tmp_path, expert_bundle, "threads", "experts", rounds=12)
     assert sum(counts["faults"]["pread"][kind] for kind in KINDS) >= 30
     assert counts["errors"] > 0
 
 
 @pytest.mark.slow
-def test_a_thousand_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle: Path, way: str) -> None:
+def test_a_thousand_faults_of_experts_end_in_the_right_text_or_an_error(
+    shim: Path, tmp_path: Path, expert_bundle: Path, way: str
+) -> None:
     counts = run_rounds(shim, tmp_path, expert_bundle, way, "experts", rounds=1000, minutes=30)
     spoilt = counts["faults"]["ring" if way == "ring" else "pread"]
     assert sum(spoilt[kind] for kind in KINDS) >= 1000
@@ -115,7 +121,7 @@ def test_a_thousand_faults_of_experts(shim: Path, tmp_path: Path, expert_bundle:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sparsity", ["exact", "predicted"])
-def test_a_thousand_faults(
+def test_a_thousand_faults_end_in_the_right_text_or_an_error(
     shim: Path, tmp_path: Path, way: str, sparsity: str, request: pytest.FixtureRequest
 ) -> None:
     bundle = request.getfixturevalue("bundle" if sparsity == "exact" else "predicted_bundle")

@@ -42,7 +42,7 @@ def test_tokens_seen_together_or_alone_score_the_same(name: PolicyName) -> None:
     np.testing.assert_array_equal(together.scores(0), untouched.scores(0))
 
 
-def test_least_recently_used() -> None:
+def test_lru_orders_neurons_by_their_last_use() -> None:
     gates, policy = gates_of(30), make_policy("lru", (NEURONS,))
     policy.observe(0, gates)
     last = [max((t for t in range(30) if gates[t, n] > 0), default=-1) for n in range(NEURONS)]
@@ -83,7 +83,7 @@ def test_the_window_is_the_longest_that_fits(slots: int) -> None:
         np.testing.assert_array_equal(np.isfinite(policy.scores(layer)), used(longest)[layer])
 
 
-def test_a_decayed_count() -> None:
+def test_frequency_is_a_decayed_count_of_uses() -> None:
     gates, policy = gates_of(25), make_policy("frequency", (NEURONS,))
     policy.observe(0, gates)
     expected = [
@@ -93,7 +93,7 @@ def test_a_decayed_count() -> None:
     np.testing.assert_allclose(policy.scores(0), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_gate_score() -> None:
+def test_the_gate_score_adds_near_misses_to_the_decayed_count() -> None:
     gates, policy = gates_of(25), make_policy("gate", (NEURONS,))
     policy.observe(0, gates)
     fired, near = np.zeros(NEURONS), np.zeros(NEURONS)

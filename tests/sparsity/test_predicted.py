@@ -84,7 +84,7 @@ def with_offsets(found: Predictors, offset: float) -> Predictors:
     )
 
 
-def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
+def test_training_reports_more_selected_neurons_for_more_recall(bundle: Path, plain_bundle: Path) -> None:
     found = found_in(bundle)
     assert Bundle.open(plain_bundle).predictors is None
     hotness = Bundle.open(bundle).hotness

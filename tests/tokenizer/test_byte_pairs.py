@@ -371,7 +371,7 @@ def test_a_table_that_a_reader_would_refuse_is_not_made(monkeypatch: pytest.Monk
 # --- the format, and hostile tables ---
 
 
-def test_the_bytes_of_a_table() -> None:
+def test_a_table_is_written_byte_for_byte_as_specified() -> None:
     letters = byte_letters()
     vocabulary = {letter: byte for byte, letter in enumerate(letters)} | {"aa": 256, "aab": 257, "<e>": 259}
     values = document("qwen2")
@@ -387,7 +387,7 @@ def test_the_bytes_of_a_table() -> None:
     assert data == header + struct.pack(f"<{len(numbers)}I", *numbers) + b"".join(texts)
 
 
-def test_the_bytes_of_a_table_of_characters() -> None:
+def test_a_table_of_characters_is_written_byte_for_byte_as_specified() -> None:
     normal = [
         (text, score, proto.NORMAL) for text, score in (("ab", -2.0), ("abb", -1.0), ("bb", -2.0), ("b", 0.0))
     ]

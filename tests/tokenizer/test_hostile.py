@@ -190,7 +190,7 @@ def test_unicodes_own_character_map_passes() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xff\xff\xff", b"\4\0\0\0abcdxyz"])
-def test_a_damaged_character_map(small_sentencepiece: bytes, damage: bytes) -> None:
+def test_a_damaged_character_map_is_refused(small_sentencepiece: bytes, damage: bytes) -> None:
     data = with_fields(small_sentencepiece, 3, (2, damage))
     if not damage:
         load_tokenizer("sentencepiece", data, 1, [2], True)

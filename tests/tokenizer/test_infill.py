@@ -69,7 +69,7 @@ def test_other_files_stand_before_the_gap_and_the_first_ones_go_where_there_is_n
         ("<|prefix|>", "<|suffix|>", "<|middle|>"),
     ],
 )
-def test_marks_of_other_families(tmp_path: Path, names: tuple[str, str, str]) -> None:
+def test_marks_of_other_families_are_recognised(tmp_path: Path, names: tuple[str, str, str]) -> None:
     tokenizer = byte_tokenizer(tmp_path, *names, "<|endoftext|>")
     marks = InfillTokens.of(tokenizer)
     assert marks.prompt(tokenizer, "", "") == [PRE, SUF, MID]

@@ -301,7 +301,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(loaded: dict[str, Tokenizer]
         assert tokenizer.piece(tokenizer.vocab_size) == ""
 
 
-def test_bytes_of_single_tokens(loaded: dict[str, Tokenizer]) -> None:
+def test_a_token_gives_its_bytes(loaded: dict[str, Tokenizer]) -> None:
     llama, gpt2 = loaded["llama2"], loaded["gpt2"]
     assert [llama.token_bytes(i) for i in (0, 1, 3, 13, 258, 263)] == [
         b"",

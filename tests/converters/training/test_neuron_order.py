@@ -168,7 +168,7 @@ def test_what_fires_on_other_text_is_read_in_fewer_reads(plain: Path, ordered: P
         assert after < 0.4 * before
 
 
-def test_one_text_in_the_ordered_bundle_whatever_the_mode_and_the_budget(ordered: Path) -> None:
+def test_no_mode_or_budget_changes_the_text_of_an_ordered_bundle(ordered: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 250, 100).tolist()
     with load(ordered, sparsity="dense") as model:
         expected, logits = text(model), model.logits(tokens)
@@ -320,7 +320,7 @@ def test_killed_while_ordering_it_leaves_one_of_two_bundles(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_every_step_of_ordering(tmp_path: Path) -> None:
+def test_a_kill_at_any_step_of_ordering_leaves_a_sound_bundle(tmp_path: Path) -> None:
     report = kill_while_ordering(tmp_path, step=1)
     assert report["killed"] >= 40
     # Between the two renamings there is no bundle under the name.

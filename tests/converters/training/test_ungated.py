@@ -77,7 +77,9 @@ def check_modes(model: Model, expected: np.ndarray) -> None:
 
 @pytest.mark.fast("opt")
 @pytest.mark.parametrize("name", ["opt", "prosparse"])
-def test_predictors_and_order(bundles: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_predictors_and_neuron_order_work_without_gates(
+    bundles: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     plain, folder = logits(bundles[name], backend="reference"), copy_files(bundles[name], tmp_path / "b")
     trained = train_predictors(folder, pieces=made_up_pieces(6), order=True)
     assert verify(folder)

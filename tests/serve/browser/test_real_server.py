@@ -72,7 +72,7 @@ def expected_reply(server: Serving, question: str = QUESTION) -> str:
     return str(answer.json["choices"][0]["message"]["content"]).strip()
 
 
-def test_a_chat(page: Any, server: Serving) -> None:
+def test_the_page_shows_the_server_s_reply_and_continues_the_chat(page: Any, server: Serving) -> None:
     assert ask(page, QUESTION).strip() == expected_reply(server)
     expect(page.locator("article .facts").last).to_have_text(re.compile(r"^\d+ tokens"))
     ask(page, "Thanks!")
