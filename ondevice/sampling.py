@@ -153,7 +153,7 @@ def log_probabilities(
 
 
 def gumbel_noise(seed: int, position: int, token_ids: TokenIds) -> Floats:
-    """Standard Gumbel noise (N,) of the tokens at `position`. Each depends on (seed, position, id) alone.
+    """Standard Gumbel noise (N,) of the tokens at `position`. Each depends only on (seed, position, id).
 
     Token i gets output i (from 0) of the SplitMix64 generator (Steele et al., OOPSLA 2014) whose state is
     `mix(mix(seed) + position)`; its top 52 bits, centred in their cell, are u in (0, 1), and the noise is

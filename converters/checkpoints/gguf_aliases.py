@@ -87,7 +87,8 @@ def baichuan_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
 def text_keys(metadata: Metadata, values: Values) -> dict[str, Any]:
     """An empty result, after reading the keys by which a vision model places pictures.
 
-    For text alone, a picture's three positions become one, and nothing of a picture is added to the layers.
+    In a text without pictures, a picture's three positions become one, and nothing of a picture is added to
+    the layers.
     """
     metadata.array("rope.dimension_sections")
     metadata.integer("n_deepstack_layers", 0)

@@ -325,7 +325,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         """`feed_forward` over every neuron, without a selector. In a layer with experts, over the dense part
         only.
 
-        Rows that are only estimates, such as streams, use the resident neurons alone. out: (T, D), receives
+        Rows that are only estimates, such as streams, use only the resident neurons. out: (T, D), receives
         the result.
         """
         if isinstance(weight, CpuSlices):

@@ -72,7 +72,7 @@ class CpuFeedForward(FeedForwardLayer):
 
 
 class CpuSlices(FeedForwardLayer):
-    """One layer's slices. A segment is a slice's tiles, or its high plane alone, (bytes,)."""
+    """One layer's slices. A segment is a slice's tiles, or only its high plane, (bytes,)."""
 
     shares_mappings = True
 

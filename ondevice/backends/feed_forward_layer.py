@@ -124,7 +124,7 @@ class FeedForwardLayer:
         return range(first, min(first + self.segment_neurons, self.source.num_neurons))
 
     def new_segments(self, count: int, high_planes: bool = False) -> list[Segment]:
-        """`count` empty segments for `segment_neurons` neurons each, or for their high planes alone.
+        """`count` empty segments for `segment_neurons` neurons each, or for only their high planes.
 
         They lie in one mapping if `shares_mappings`. Any thread may call it. Raises MemoryError.
         """
@@ -133,7 +133,7 @@ class FeedForwardLayer:
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
         """Pack the records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
 
-        A segment made for a high plane takes the high plane alone. Only the first records of a segment can
+        A segment made for a high plane takes only the high plane. Only the first records of a segment can
         raise MemoryError, and then it stays empty.
         """
         raise NotImplementedError

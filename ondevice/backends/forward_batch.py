@@ -65,7 +65,7 @@ class ForwardBatch:
         )
 
     def last_row(self) -> ForwardBatch:
-        """The batch that the last layer's feed-forward runs: the last token alone if `last_only`, otherwise
+        """The batch that the last layer's feed-forward runs: only the last token if `last_only`, otherwise
         this batch.
         """
         return ForwardBatch(self.tokens[-1:], resident_only=self.resident_only)

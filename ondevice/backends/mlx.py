@@ -242,7 +242,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         """`feed_forward` over every neuron, without a selector.
 
         Segments are multiplied in order, resident ones first. Rows that are only estimates, such as streams,
-        use the resident ones alone.
+        use only the resident ones.
         """
         x, out = normed(x, norm), mx.zeros(x.shape)
         gates = None if weight.gates is None else cut_off(self.product(x, weight.gates), spec.cutoff)

@@ -292,8 +292,8 @@ class _Ops:
             yield MlxNeurons(None, None, self._matrix(outputs, count, stored), sliced=True)
 
     def _selected(self) -> RowOp:
-        """The product of the neurons that a row selects: with those alone, and together with the neurons of
-        other rows.
+        """The op that multiplies the neurons which a row selects: these neurons only, or together with those
+        that other rows select.
         """
         selected = _Selected(
             self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward

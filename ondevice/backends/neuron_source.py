@@ -89,7 +89,7 @@ class NeuronSource:
 
         They come as records (n, stride), planes, or filled segments. Each is valid until the next, unless the
         layer's `PieceMemory` says otherwise. An empty tuple if the segments hold all neurons, and for batches
-        without exact rows: backends multiply these neurons for exact rows alone.
+        without exact rows: backends multiply these neurons only for exact rows.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 

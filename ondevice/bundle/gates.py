@@ -49,8 +49,8 @@ class GateDigest:
         return self._rows
 
     def take(self, first: int, records: NDArray[np.uint8]) -> None:
-        """Hash the gate rows that begin each of records (n, stride), from neuron `first` on, of either kind
-        of file.
+        """Hash the gate rows at the start of each of records (n, stride): those of neuron `first` and the
+        next ones. The records are from a file of neurons or one of gates.
 
         Hashed rows are skipped. Records that arrive early are kept, so the caller must not overwrite them,
         and must pass the records before them later. Raises BundleError once the layer is complete and its

@@ -1,4 +1,6 @@
-"""`str.format` and `%` for templates: only plain, narrow fields, so that nothing escapes or grows."""
+"""`str.format` and `%` for templates, limited to plain and narrow fields: a template can't reach attributes
+or make huge texts.
+"""
 
 from __future__ import annotations
 

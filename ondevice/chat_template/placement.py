@@ -1,5 +1,5 @@
-"""Rearranges messages that a template refuses or drops: instructions among others, several in a row of one
-role.
+"""Rearranges messages that a template refuses or drops, such as instructions after the first message, or
+several messages of one role in a row.
 
 Agents send both. Many templates take instructions only as the first message, some take none, and some accept
 only user messages and replies that alternate.

@@ -84,7 +84,7 @@ def _inspect_bundle(path: Path, values: dict[str, Any], curve: Path | None, as_j
 
 
 def _inspect_source(model: str, runtime: RuntimeConfig, curve: Path | None, as_json: bool) -> None:
-    """Inspect a checkpoint by its headers, or by its config.json alone."""
+    """Inspect a checkpoint by its headers, or only by its config.json."""
     from ondevice.runtime.conversion import prepare
 
     with prepare(model, needs_weights=False) as prepared:

@@ -1,8 +1,8 @@
 """Follows one text under a constraint: computes which tokens may come next, and which must.
 
-The grammar's state follows the text alone. Drafts are tested on a copy of it, so the masks, and with them the
-text, are the same with and without drafts. Once a grammar's limits are reached, drafts aren't tested, so a
-text reaches the limits at the same token as without drafts.
+The grammar's state depends only on the text. Drafts are tested on a copy of it, so the masks, and with them
+the text, are the same with and without drafts. Once a grammar's limits are reached, drafts aren't tested, so
+a text reaches the limits at the same token as without drafts.
 """
 
 from __future__ import annotations

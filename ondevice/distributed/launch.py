@@ -88,7 +88,7 @@ class MlxLauncher:
     """Runs `mlx.launch` for all ranks except 0, which has the terminal.
 
     mlx.launch keeps a core busy while it waits. Once the ranks run, it has nothing to do, so it is stopped
-    until the end. It gets a separate process group, so that Ctrl-C goes to rank 0 alone, and so that the
+    until the end. It gets a separate process group, so that Ctrl-C reaches only rank 0, and so that the
     system ends the stopped group if its parent dies.
     """
 

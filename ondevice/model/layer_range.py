@@ -190,8 +190,8 @@ class LayerRange:
     ) -> PassState:
         """Run the layers over the first layer's input. Call `begin` before it and `take` after it.
 
-        A pass of streams alone runs only the stream layers. Raises Cancelled if `cancelled()` holds between
-        two layers, and errors of reads.
+        A pass that has only streams runs only the stream layers. Raises Cancelled if `cancelled()` holds
+        between two layers, and errors of reads.
         """
         width, tapped, first = self.config.per_layer_width, list(state.tapped), 0
         residuals, inputs = state.residual_streams, state.inputs
@@ -336,7 +336,7 @@ class LayerRange:
         return residuals if weights.scale is None else [x * weights.scale for x in residuals]
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows, taps: Sequence[int]) -> Array:
-        """One layer's output for the rows of `batch`, (R, D), or (1, D) for the last row alone. x: (R, D)."""
+        """One layer's output for the rows of `batch`, (R, D), or (1, D) for only the last row. x: (R, D)."""
         backend, spec, weights = self.backend, self.config.layers[layer], self.weights.layers[layer]
         adapters = None
         if self.streams is not None and rows.adapted < x.shape[0]:

@@ -1,8 +1,8 @@
 """Rotary position embedding tables (arXiv 2104.09864).
 
-Angles are rounded to float32 as in `transformers`. Cosine and sine are computed from IEEE additions and
-multiplications alone, so tables have the same bits on every machine and for every split of a prompt. Cosines
-of libraries don't.
+Angles are rounded to float32 as in `transformers`. Cosine and sine are computed only from IEEE additions and
+multiplications, so tables have the same bits on every machine and for every split of a prompt. Cosines of
+libraries don't.
 """
 
 from __future__ import annotations

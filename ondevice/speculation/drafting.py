@@ -204,7 +204,7 @@ class Drafting:
     def _plain(
         self, requests: Sequence[DraftRequest], draft_pass: DraftPass, state: State
     ) -> list[Draft | Cancelled]:
-        """The roots alone, set as the drafts of their texts and returned."""
+        """Drafts of roots only, set as the drafts of their texts and returned."""
         for one in requests:
             if one.text is not None:
                 one.text.plain(one.root, state, draft_pass)

@@ -146,7 +146,8 @@ class InfillTokens:
         Special tokens' names in any text stay plain text.
 
         files: other files, the most important one last. The first ones are left out if they don't fit.
-        most: number of ids that the caller can use, as in `encode`; prefix and suffix alone may exceed it.
+        most: number of ids that the caller can use, as in `encode`; prefix and suffix may exceed it even
+            without other files.
         reserved: how many of `most` other files leave free for the middle.
         """
 

@@ -132,9 +132,9 @@ class MultiStreamDrafter(Drafter):
     def streamed(self, draft: Draft, row_share: float) -> Sequence[int] | None:
         """The nodes in which the accepted path most probably ends. Streams in this pass save a pass later.
 
-        The path ends in a node if it reaches the node and none of the node's children is accepted. A pass of
-        streams alone takes as long as a plain pass over as many layers, plus row_share of it for every row
-        after the first.
+        The path ends in a node if it reaches the node and none of the node's children is accepted. A pass
+        that has only streams takes as long as a plain pass over as many layers, plus row_share of it for
+        every row after the first.
         """
         if len(draft) == 1:
             # The next pass may have no draft either; if it has one, the streams run then.
