@@ -8,6 +8,7 @@
 #   make test-real    every test on real models, which are fetched first; but for those of test-clients
 #   make test-clients  agents and other clients, from packages, against a real server; CLIENTS, AGENT_MODEL
 #   make soak-clients  four agents at once for half an hour; SOAK_MINUTES
+#   make test-mutants  small faults in the code, for each of which a fast test must fail; MUTANTS
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
 #   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
@@ -49,7 +50,8 @@ NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice
 	ondevice/flash/*.cc ondevice/flash/*.h ondevice/tokenizer/*.cc ondevice/tokenizer/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 
-.PHONY: help build chat test axe test-slow test-real check check-python check-types check-native format clean
+.PHONY: help build chat test axe test-slow test-real test-mutants \
+	check check-python check-types check-native format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -127,6 +129,10 @@ test-slow: $(STAMPS)/test axe
 
 test-real: $(STAMPS)/test models
 	@$(PY) -m pytest -q -m "real and not clients" --timeout 3600 $(TEST_ARGS) tests
+
+# MUTANTS: words of those that are wanted, as in MUTANTS=sampler.
+test-mutants: $(STAMPS)/test
+	@$(PY) -m tests.mutants.run $(MUTANTS)
 
 check: check-python check-types check-native
 

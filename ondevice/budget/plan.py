@@ -293,7 +293,10 @@ class Plan:
         planes = self.segment.high_planes
         if planes and units > self.matrices.draft_units:
             with_planes = self.matrices.fitting(left - self.segment.bytes_of(planes))
-            units = max(self.matrices.draft_units, with_planes)
+            fewer = max(self.matrices.draft_units, with_planes)
+            # Holding all units may take less than holding fewer, beside which there are copies of the others.
+            if self.matrices.bytes_of(fewer) < self.matrices.bytes_of(units):
+                units = fewer
         return Held(units, self.segment.fitting(left - self.matrices.bytes_of(units)))
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:

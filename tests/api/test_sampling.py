@@ -270,6 +270,22 @@ def test_exact_noise_decides_between_sums_that_are_closer_than_the_approximation
         assert draw(Candidates(ids, scores), 5, position) == best
 
 
+def test_exact_noise_decides_between_scores_so_large_that_sums_are_rounded() -> None:
+    """A token's approximate sum is a step below its exact one, which ties with that of a later token."""
+    score, step, found, position = np.float64(2.0**45), 2.0**-7, 0, 0
+    assert np.spacing(score) == step > 4 * NOISE_ERROR
+    while not found:
+        noise = gumbel_noise(5, position, np.arange(1 << 18))
+        from_edge = np.abs(noise / step % 1.0 - 0.5)
+        for token in np.flatnonzero(from_edge < 2e-5).tolist()[:-1]:
+            ids = np.array([token, token + 1])
+            if (score + near_noise(5, position, ids))[0] < score + noise[token]:
+                scores = np.array([score, score + (score + noise[token] - (score + noise[token + 1]))])
+                assert draw(Candidates(ids, scores), 5, position) == token
+                found += 1
+        position += 1
+
+
 def test_approximate_noise_keeps_far_within_its_error() -> None:
     ids = np.arange(300_000)
     for position in range(3):
@@ -414,7 +430,8 @@ def test_logit_bias_is_added_after_the_penalty_and_before_temperature() -> None:
     [
         (SamplingConfig(logit_bias=((4, 1.0),)), [], "token 4; .* 0 to 3"),
         (SamplingConfig(logit_bias=((-1, 1.0),)), [], "token -1"),
-        (SamplingConfig(repetition_penalty=1.1), [2, 7], "history names token 7"),
+        (SamplingConfig(repetition_penalty=1.1), [2, 4], "history names token 4; .* 0 to 3"),
+        (SamplingConfig(repetition_penalty=1.1), [2, -1], "history names token -1"),
     ],
 )
 def test_ids_and_biases_that_cannot_be_right_are_refused(

@@ -158,6 +158,8 @@ def test_a_limit_is_whole_pages_and_a_budget_needn_t_be() -> None:
     rounded = exact.total_bytes // 4096 * 4096
     assert replace(exact, limit=group(rounded)).fits
     assert not replace(exact, limit=group(rounded - 4096)).fits
+    assert replace(exact, limit=group(exact.total_bytes - 4095)).fits
+    assert not replace(exact, limit=group(exact.total_bytes - 4096)).fits
     held = plan.process_bytes
     assert budget_warnings(exact.with_budget(rounded + 4095), "a-model", held, [group(rounded)]) == []
 

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import require_fit, verdict
-from ondevice.budget.memory_model import NEURON_TABLE_BYTES
-from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Held, Plan, plan_memory
+from ondevice.budget.memory_model import NEURON_TABLE_BYTES, PROMPT_CACHE_BYTES
+from ondevice.budget.plan import (
+    PROCESS_ALLOWANCE_BYTES,
+    QUOTA_MARGIN_BYTES,
+    REPEAT_MARGIN_BYTES,
+    Held,
+    Plan,
+    plan_memory,
+)
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import (
+    DECODE_TOKENS,
+    SlotShape,
     buffer_shape,
     context_tokens,
     interleaved_bytes,
@@ -27,7 +36,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.config import MXFP4, QuantConfig, RowFormat, RuntimeConfig
 from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, UsageError
-from ondevice.model_config import FeedForwardSpec, ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig, part_config
 from ondevice.speculation.registry import drafter_bytes
 from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS
 from tests.support.sources import with_feed_forward
@@ -149,7 +158,8 @@ def test_matrices_are_held_within_the_budget(config: ModelConfig, bits: Any, bud
 
 
 def test_what_drafts_need_is_held_first() -> None:
-    plan = plan_for(LLAMA_7B, Q4, 1 << 40)
+    """Of a head so large that the rest of it is more than copies of matrices."""
+    plan = plan_for(replace(LLAMA_7B, vocab_size=64000), Q4, 1 << 40)
     shape, planes = plan.matrices, plan.segment.high_planes
     assert shape is not None
     assert shape.draft_units == 32 + 4
@@ -171,6 +181,19 @@ def test_what_drafts_need_is_held_first() -> None:
     assert stages == {"planes", "others"}
 
 
+def test_all_matrices_are_held_where_fewer_and_copies_of_the_others_take_more() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 0)
+    shape = plan.matrices
+    assert shape is not None
+    assert shape.bytes_of(shape.draft_units) > shape.total_bytes
+    room = plan.with_budget(plan.least_budget_bytes - shape.shared_bytes + shape.total_bytes)
+    assert room.held_weights(room.kv_cache_bytes) == Held(len(shape.unit_bytes), 0)
+    assert room.total_bytes == room.budget_bytes
+    less = room.with_budget(room.budget_bytes - 1)
+    assert less.held_units < shape.draft_units
+    assert less.total_bytes <= less.budget_bytes
+
+
 def test_a_text_begins_with_a_block_of_keys_and_values() -> None:
     full = plan_for(LLAMA_7B, Q4, 1 << 40)
     assert full.start_bytes == full.total_bytes - full.kv_cache_bytes + full.kv_block_bytes
@@ -189,6 +212,10 @@ def test_loading_is_the_peak_of_a_short_context() -> None:
             plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
         )
         assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
+        # Others leave it that memory too, although the model holds less once it is loaded.
+        resident = plan.with_budget(1 << 40)
+        assert resident.total_bytes < plan.least_budget_bytes
+        assert resident.claim_bytes == plan.least_budget_bytes - plan.process_bytes
 
 
 @pytest.mark.parametrize(("bits", "beside"), [(8, 0), (16, 4 * 4096)])
@@ -242,31 +269,93 @@ def test_the_parts_add_up_to_the_total(budget: int) -> None:
 
 
 @settings(max_examples=40)
-@given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 40), st.sampled_from([8, 16]))
+@given(
+    configs(),
+    st.sampled_from([4, 8, 16]),
+    st.integers(0, 1 << 40),
+    st.sampled_from([8, 16]),
+    st.sampled_from(["dense", "exact"]),
+    st.integers(1, 256),
+)
 def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
-    config: ModelConfig, bits: Any, budget: int, kv_bits: Any
+    config: ModelConfig, bits: Any, budget: int, kv_bits: Any, sparsity: str, tokens: int
 ) -> None:
-    plan = plan_for(config, QuantConfig(bits), budget, kv_bits=kv_bits)
+    if sparsity == "exact":
+        config = with_feed_forward(config, FeedForwardSpec("relu"))
+    plan = plan_for(config, QuantConfig(bits), budget, kv_bits=kv_bits, sparsity=sparsity)
+    assert plan.selects_neurons == (sparsity == "exact")
     assert plan.fits == (budget >= plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES)
-    if not plan.fits:
+    if plan.fits:
+        assert_under_the_ceiling(plan, tokens)
+    else:
         # Loading may take more for a while than the total, which is what is held afterwards.
         assert max(plan.total_bytes, plan._loading_bytes, plan._opening_bytes) >= plan.budget_bytes
-        return
-    assert plan.total_bytes <= budget
+    assert_under_the_ceiling(plan.with_budget(plan.least_budget_bytes + budget % (4 * MB)), tokens)
+
+
+def assert_under_the_ceiling(plan: Plan, tokens: int) -> None:
+    """Of a plan that fits: in the widest pass, and in one of `tokens`, whose other scratch weights have."""
+    assert plan.total_bytes <= plan.budget_bytes
     blocks = plan.kv_cache_bytes // plan.kv_block_bytes
     counts = range(0, blocks + 1, 7)
-    held = [plan.held_weights(count * plan.kv_block_bytes) for count in counts]
-    # Units of matrices come first: one more of them may take the place of segments.
-    assert held == sorted(held, reverse=True)
 
     def matrix_bytes(units: int) -> int:
         return 0 if plan.matrices is None else plan.matrices.bytes_of(units)
 
     fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes - matrix_bytes(plan.held_units)
-    for count, (units, segments) in zip(counts, held, strict=True):
-        assert 0 <= segments <= plan.segment.total
-        weights = matrix_bytes(units) + plan.segment.bytes_of(segments)
-        assert fixed + count * plan.kv_block_bytes + weights <= budget
+    for width in (None, tokens):
+        held = [plan.held_weights(count * plan.kv_block_bytes, width) for count in counts]
+        # Units of matrices come first: one more of them may take the place of segments.
+        assert held == sorted(held, reverse=True)
+        scratch = plan.activation_bytes if width is None else plan.working_bytes(width)
+        for count, (units, segments) in zip(counts, held, strict=True):
+            assert plan.segment.least <= segments <= plan.segment.total
+            weights = matrix_bytes(units) + plan.segment.bytes_of(segments)
+            others = fixed - plan.activation_bytes + scratch
+            assert others + count * plan.kv_block_bytes + weights <= plan.budget_bytes
+    if isinstance(plan.segment, SlotShape):
+        assert plan.segment.least * plan.segment.slots >= plan.segment.reserve
+        slots = plan.segments_for(plan.kv_cache_bytes, DECODE_TOKENS) * plan.segment.slots
+        assert plan.kept_slots + plan.segment.reserve <= slots
+
+
+@pytest.mark.parametrize("part", ["process", "unread", "others", "constraint", "predictor", "draft"])
+def test_what_is_beside_a_model_takes_nothing_of_its_room(part: str) -> None:
+    """A larger part needs a budget larger by as much, and then everything else is as it was."""
+    plan, name = plan_for(LLAMA_7B, Q4, 4000 * MB), f"{part}_bytes"
+    larger = replace(plan, **{name: getattr(plan, name) + 7 * MB})
+    assert larger.minimum_budget_bytes == plan.minimum_budget_bytes + 7 * MB
+    assert sum(larger.minimum_parts.values()) == larger.minimum_budget_bytes
+    raised = larger.with_budget(plan.budget_bytes + 7 * MB)
+    assert raised.total_bytes == plan.total_bytes + 7 * MB
+    assert raised.held_weights(0) == plan.held_weights(0)
+    assert raised.kv_limit_bytes == plan.kv_limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(LLAMA_7B, {"parallel": 4}), (part_config(LLAMA_7B, 0, 16, True, True), {})],
+    ids=["texts at once", "several machines"],
+)
+def test_passes_are_planned_with_what_other_texts_and_machines_add(
+    config: ModelConfig, options: dict[str, Any]
+) -> None:
+    memory = CpuMemory(config, Q4, RuntimeConfig(speculation="off", **options))
+    plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
+    assert memory.joined_bytes(256) + memory.message_bytes(256) > MB
+    expected = memory.activation_bytes(256) + memory.joined_bytes(256) + memory.message_bytes(256)
+    assert plan.activation_bytes == expected
+
+
+def test_libraries_and_a_prompt_cache_are_counted_with_the_process() -> None:
+    class WithLibraries(CpuMemory):
+        @property
+        def library_bytes(self) -> int:
+            return 5 * MB
+
+    runtime = RuntimeConfig(prompt_cache="/somewhere")
+    plan = plan_memory(WithLibraries(TINY, Q4, runtime), budget_bytes=0, process_bytes=60 * MB)
+    assert plan.process_bytes == 65 * MB + PROCESS_ALLOWANCE_BYTES + PROMPT_CACHE_BYTES
 
 
 @settings(max_examples=40)
@@ -308,11 +397,15 @@ def test_a_pass_is_counted_with_what_it_takes_or_more(
     config: ModelConfig, bits: Any, sparsity: Any, chunk: int, tokens: int
 ) -> None:
     quant, runtime = QuantConfig(bits), RuntimeConfig(prefill_chunk=chunk, sparsity=sparsity)
+    if sparsity == "exact":
+        config = with_feed_forward(config, FeedForwardSpec("relu"))
     memory = CpuMemory(config, quant, runtime)
     plan = plan_memory(memory, budget_bytes=1 << 40, process_bytes=0)
     tokens = min(tokens, plan.pass_tokens)
     assert memory.activation_bytes(tokens) <= plan.working_bytes(tokens) <= plan.activation_bytes
     assert plan.working_bytes(plan.pass_tokens) == plan.activation_bytes
+    decoding = min(plan.activation_bytes, plan.decode_activation_bytes + QUOTA_MARGIN_BYTES)
+    assert plan.working_bytes(1) == plan.working_bytes(DECODE_TOKENS) == decoding
 
 
 def test_segments_are_divided_evenly() -> None:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ondevice.bundle import reader
 from ondevice.bundle.file_layouts import resident_tensors
+from ondevice.bundle.files import read_range
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
@@ -191,6 +193,28 @@ def test_size_of_files_read_whole_is_capped(info: TokenizerInfo, limit: int, tmp
     put("files", name, "crc", value={"offset": 449, "count": limit // (1 << 20) + 1})(bundle.path)
     with pytest.raises(BundleError, match=f"has {limit + 1} bytes; the limit is {limit}"):
         Bundle.open(bundle.path)
+    (bundle.path / name).write_bytes(b"")
+    put("files", name, "bytes", value=0)(bundle.path)
+    with pytest.raises(BundleError, match=f"{name} has 0 bytes; the limit is {limit}"):
+        Bundle.open(bundle.path)
+
+
+def test_a_checksum_table_above_its_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = (GOLDEN / "checksums.bin").stat().st_size
+    monkeypatch.setattr(reader, "MAX_CHECKSUM_BYTES", nbytes)
+    Bundle.open(GOLDEN)
+    monkeypatch.setattr(reader, "MAX_CHECKSUM_BYTES", nbytes - 1)
+    with pytest.raises(BundleError, match=f"checksums.bin has {nbytes} bytes; the limit is {nbytes - 1}"):
+        Bundle.open(GOLDEN)
+
+
+def test_a_range_that_goes_beyond_a_file_is_refused() -> None:
+    """As of a file that was cut after its size was checked."""
+    path = GOLDEN / "checksums.bin"
+    nbytes = path.stat().st_size
+    assert read_range(path, nbytes - 4, 4) == path.read_bytes()[-4:]
+    with pytest.raises(BundleError, match=r"checksums\.bin ends 3 bytes early"):
+        read_range(path, nbytes - 4, 7)
 
 
 def test_names_that_are_not_there() -> None:

@@ -79,11 +79,14 @@ def test_a_wrong_sha256_is_found(copy: Path) -> None:
         verify.verify(copy, crc32c)
 
 
-def test_padding_that_is_not_zero_is_found(copy: Path) -> None:
+@pytest.mark.parametrize("record", [0, 95])
+def test_padding_that_is_not_zero_is_found(record: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every hash is made to match, as another writer's would."""
-    overwrite(NEURONS, 4096 + 36, b"\x07")(copy)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", 1000)
+    place = 4096 + record * 192 + 36
+    overwrite(NEURONS, place, b"\x07")(copy)
     reseal(copy, NEURONS)
-    with pytest.raises(BundleError, match=f"{NEURONS}: byte {4096 + 36} is padding and not zero"):
+    with pytest.raises(BundleError, match=f"{NEURONS}: byte {place} is padding and not zero"):
         verify.verify(copy, crc32c)
 
 

@@ -215,6 +215,7 @@ RULES = (
     Rule("manifest is a folder", replace_file("bundle.json", lambda p: p.mkdir()), "isn't a regular file"),
     Rule("manifest is a pipe", replace_file("bundle.json", os.mkfifo), "isn't a regular file"),
     Rule("manifest too long", text(b" " * ((1 << 20) + 1)), "limit is 1048576"),
+    Rule("manifest endless", resize("bundle.json", 1 << 26), "limit is 1048576"),
     Rule("manifest empty", text(b""), "isn't valid JSON"),
     Rule("manifest long number", text(b'{"manifest": 1' + b"0" * 5000 + b"}"), "a number has thousands"),
     Rule("manifest cut", text(b'{"manifest": {'), "isn't valid JSON"),

@@ -131,6 +131,11 @@ class Cache(RuleBasedStateMachine):
         np.testing.assert_array_equal(cache._owner[held], np.flatnonzero(slots >= 0))
         assert tuple(map(len, cache._slot_of)) == self.widths
         assert cache._counts == [int((own >= 0).sum()) for own in cache._slot_of]
+        reserving = -1 if self.reservation is None else self.reservation[0]
+        assert cache._reserved == [len(claimed) if layer == reserving else 0 for layer in range(LAYERS)]
+        begins = [segment.__array_interface__["data"][0] for segment in cache._segments]
+        places = [at + slot * SLOT_BYTES for at in begins for slot in range(SEGMENT_SLOTS)]
+        assert cache._address.tolist() == places
         assert cache.nbytes == existing * SLOT_BYTES <= self.segments * SEGMENT_SLOTS * SLOT_BYTES
         kept = [count + claimed for count, claimed in zip(cache._counts, cache._reserved, strict=True)]
         assert all(count <= share for count, share in zip(kept, cache._shares, strict=True))
@@ -184,8 +189,37 @@ def test_neurons_of_the_batch_under_way_stay_when_shares_are_kept() -> None:
     assert (cache._slot_of[0] >= 0).sum() == 2
 
 
+def test_what_a_pass_reads_meanwhile_keeps_its_slot_and_the_reserved_one_stays_reserved() -> None:
+    cache = cache_of(segments=1)
+    ids = np.arange(SEGMENT_SLOTS // 2, dtype=np.int32)
+    slots, _ = cache.reserve(0, len(ids))
+    placed = cache.acquire(0, ids)
+    assert sorted([*slots.tolist(), *cache._slot_of[0][ids].tolist()]) == list(range(SEGMENT_SLOTS))
+    adopted, spare = cache.commit(0, ids, slots)
+    assert not len(adopted)
+    assert spare.tolist() == slots.tolist()
+    assert (cache._reserved[0], cache.has_room(1)) == (len(ids), False)
+    np.testing.assert_array_equal(cache.acquire(0, ids).addresses, placed.addresses)
+    cache.release(0, spare)
+    assert (cache._reserved[0], cache.has_room(len(ids))) == (0, True)
+
+
+def test_the_likeliest_are_those_that_fired_and_fit_beside_what_is_reserved() -> None:
+    cache = cache_of(segments=3)  # 8 slots for each layer, beside the reserve
+    fired = [3, 8, 21, 30, 39]
+    cache.observe(0, gates_that_fire(fired))
+    assert cache.likeliest(0, 5).tolist() == fired
+    cache.reserve(0, 6)
+    assert cache.likeliest(0, 5).size == 2
+    assert np.isin(cache.likeliest(0, 5), fired).all()
+    cache.acquire(0, np.array([3, 8], np.int32))
+    assert cache.likeliest(0, 5).size == 0
+
+
 def test_more_than_the_reserve_is_an_error_and_costs_nothing() -> None:
     cache = cache_of(segments=2)
+    assert cache.has_room(32)
+    assert not cache.has_room(33)
     with pytest.raises(OndeviceError, match="33 neurons don't fit"):
         cache.acquire(0, np.arange(33, dtype=np.int32))
     assert cache.acquire(0, np.arange(32, dtype=np.int32)).missing.size == 32
@@ -215,3 +249,8 @@ def test_where_all_neurons_fit_nobody_goes() -> None:
             cache.acquire(layer, np.arange(first, first + 20, dtype=np.int32))
             cache.evict_to_share(layer)
     assert all((own >= 0).all() for own in cache._slot_of)
+    with_one_slot_less = NeuronCache(
+        cache._widths, SLOT_BYTES, SEGMENT_SLOTS, RESERVE + 1, make_policy("gate", cache._widths)
+    )
+    with_one_slot_less.resize(9)
+    assert not with_one_slot_less.holds_all

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ondevice
 from ondevice.api import Model, load
@@ -27,6 +30,7 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import CHEAP_ROW_SHARE, Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
+from ondevice.speculation.drafting import DraftRequest
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, Root, grow, plain
@@ -158,10 +162,16 @@ def test_a_stop_string_ends_the_text_inside_an_accepted_path(relu_bundle: Path) 
                 draft_by(model, known, seed)
                 assert model.generate(PROMPT, max_tokens=count).tokens == whole.tokens[:count]
         stop = whole.text[12:15]
-        draft_by(model, known, 5)
-        answer = model.generate(PROMPT, max_tokens=40, stop=[stop])
-        assert answer.text == whole.text[: whole.text.index(stop)]
-        assert answer.finish_reason == "stop"
+        scripted = draft_by(model, [], 0)
+        scripted.propose = lambda asked, rows: [plain(asked[0].root)]  # type: ignore[method-assign]
+        expected = model.generate(PROMPT, max_tokens=40, stop=[stop])
+        assert expected.text == whole.text[: whole.text.index(stop)]
+        # No token after the stop string is drawn, although drafts go on behind it.
+        for seed in range(8):
+            draft_by(model, known, seed)
+            answer = model.generate(PROMPT, max_tokens=40, stop=[stop])
+            assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
+            assert answer.finish_reason == expected.finish_reason == "stop"
 
 
 def test_a_conversation_goes_on_behind_what_was_accepted(relu_bundle: Path) -> None:
@@ -227,6 +237,28 @@ def test_guesses_take_no_block_that_the_text_does_not_need(
             taken.append(0)
             assert write(model, 120) == tokens
     assert len(set(taken)) == 1
+
+
+def test_a_draft_ends_where_the_context_does(relu_bundle: Path) -> None:
+    """Blocks of keys and values have room for more, but a model may have no position there."""
+    ends: list[int] = []
+    with load(relu_bundle, speculation="lookup", max_context=90) as model:
+        prompt = model.tokenizer.encode(PROMPT)
+        draft_by(model, [], 0)
+        tokens = write(model, 90)
+        assert len(prompt) + len(tokens) == 90
+        for seed in range(3):
+            scripted = draft_by(model, [*prompt, *tokens], seed)
+            propose = scripted.propose
+
+            def note(asked: Sequence[DraftRequest], rows: int, propose: Any = propose) -> list[Draft]:
+                ends.append(asked[0].kv.length + asked[0].max_nodes)
+                drafts: list[Draft] = propose(asked, rows)
+                return drafts
+
+            scripted.propose = note  # type: ignore[method-assign]
+            assert write(model, 90) == tokens
+    assert set(ends) == {90}
 
 
 def test_what_was_drawn_before_an_error_is_the_text(
@@ -313,6 +345,44 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
     assert (drafted.tokens, asked) == ((9, 1, 3, 2, 6, 4), [(), (1,), (1, 3)])
 
 
+@settings(max_examples=60)
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=3),
+    st.integers(1, 16),
+    st.booleans(),
+)
+def test_drafts_are_the_likeliest_nodes_that_all_limits_allow(
+    seed: int, limits: list[tuple[int, int]], most: int, branches: bool
+) -> None:
+    """Against every node of two tokens after each, likeliest first. limits: nodes and depth of each text."""
+    chances: dict[tuple[int, ...], float] = {}
+
+    def propose(text: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        own = np.random.default_rng([seed, text, *path]).uniform(0.1, 0.5, 2)
+        return list(zip((1, 2), own.tolist(), strict=True))
+
+    def follow(text: int, path: tuple[int, ...], reached: float) -> None:
+        for token, chance in propose(text, path) if len(path) < limits[text][1] else ():
+            chances[text, *path, token] = reached * chance
+            follow(text, (*path, token), reached * chance)
+
+    roots, expected = [], [[(0,)] for _ in limits]
+    for text, (nodes, depth) in enumerate(limits):
+        roots.append(Root(0, partial(propose, text), nodes, depth))
+        follow(text, (), 1.0)
+    for text, *path in sorted(chances, key=lambda it: -chances[it]):
+        own = expected[text]
+        goes_on = branches or own[-1] == (0, *path[:-1])
+        if len(own) < limits[text][0] and sum(map(len, expected)) < max(most, len(limits)) and goes_on:
+            own.append((0, *path))
+    drafts = grow(roots, lambda nodes, chance: True, most, branches=branches)
+    for text, (draft, own) in enumerate(zip(drafts, expected, strict=True)):
+        paths = [tuple(draft.tokens[at] for at in draft.tree.path(node)) for node in range(len(draft))]
+        assert paths == own
+        assert draft.chances == pytest.approx([1.0, *(chances[text, *path[1:]] for path in own[1:])])
+
+
 def test_a_draft_computes_where_its_proposals_are_unlikely() -> None:
     """Each pass is asked for at the gain over what is proposed; a token that both give is there once."""
     proposed = {(): [(1, 0.9)], (1,): [(3, 0.1)], (1, 2): [(4, 0.8)]}
@@ -325,14 +395,15 @@ def test_a_draft_computes_where_its_proposals_are_unlikely() -> None:
         paths.append(tuple(path))
         return computed.get(tuple(path), [])
 
-    def drafted(gain: float, chance: float = 0.8) -> Draft:
+    def drafted(gain: float, chance: float = 0.8, least: float = 0.15) -> Draft:
         paths.clear()
         root = Root(9, lambda path: proposed.get(tuple(path), []), 16, 8, compute, chance)
-        adding = lambda nodes, chance: chance > 0.15  # noqa: E731
+        adding = lambda nodes, chance: chance > least  # noqa: E731
         return grow([root], adding, 16, is_worth_computing=lambda nodes, more: more > gain)[0]
 
     # After 1, a computed token comes in the place of an unlikely one with 0.9 * 0.8 * (1 - 0.1).
     tree = drafted(gain=0.6)
+    assert drafted(gain=0.6, least=0.05) == tree
     assert (tree.tokens, tree.parents, paths) == ((9, 1, 2, 4, 3), (-1, 0, 1, 2, 1), [(1,)])
     assert tree.chances == pytest.approx((1.0, 0.9, 0.63, 0.504, 0.18))
     assert (drafted(gain=0.65).tokens, paths) == ((9, 1), [])
