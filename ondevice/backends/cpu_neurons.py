@@ -103,7 +103,8 @@ class CpuSlices(FeedForwardLayer):
 
     def pack(self, segment: Bytes, index: int, first: int, records: Bytes) -> None:
         high, low = np.split(records[0], [self.slices.high_bytes])
-        if len(segment) == len(high):
+        # Without low planes, a slice's tiles may have as many bytes as its record, at other places.
+        if self.high_bytes and len(segment) == len(high):
             segment[:] = high
         else:
             self.native.join(self._runner, high, low, segment)

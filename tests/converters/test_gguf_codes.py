@@ -85,7 +85,7 @@ def test_codes_are_those_of_the_file_byte_for_byte(tmp_path: Path, kind: str) ->
     assert not found.biases.size
 
 
-@pytest.mark.fast("Q5_1", "MXFP4", "Q4_K")
+@pytest.mark.fast("Q5_1", "MXFP4", "Q4_K", "Q3_K")
 @pytest.mark.parametrize("kind", EXACT)
 def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, kind: str) -> None:
     bundle, _ = converted(tmp_path, kind, 256 if EXACT[kind].two_levels else 96)
