@@ -18,7 +18,7 @@ START_AGAIN = 256
 _COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
 _CHOICES = (
     "auto|off|all|dense|exact|predicted|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
-    "recycling|lookup|ngrams|model|lossless|shared"
+    "recycling|lookup|ngrams|model|eagle|dflash|mtp|lossless|shared"
 )
 _FLAG = re.compile(
     rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"

@@ -134,7 +134,7 @@ class MemoryRoom:
     """The memory of the machine, or of a control group that this process is in."""
 
     name: str
-    """What it is, in words for messages."""
+    """The machine or the control group, in words for messages."""
     limit_bytes: int
     """Total memory."""
     available_bytes: int

@@ -197,7 +197,7 @@ def _parts(
     parts = tuple(tensors.pop(source) for source in sources)
     for part, width in zip(parts, widths, strict=True):
         wanted = (hidden, width) if neurons_are_columns else (width, hidden)
-        if part.shape != wanted or not _alike(part, parts[0]):
+        if part.shape != wanted or not _have_one_type(part, parts[0]):
             before = ", as they were before they were quantised" if part.code_bits else ""
             raise CheckpointError(
                 f"{part.name} has shape {list(part.shape)} and type {part.dtype}; config.json asks for "
@@ -206,7 +206,7 @@ def _parts(
     return parts
 
 
-def _alike(part: SourceTensor, other: SourceTensor) -> bool:
+def _have_one_type(part: SourceTensor, other: SourceTensor) -> bool:
     """Whether two parts have the same type of values. Quantised tensors match quantised ones and float32."""
     both = [it.source if isinstance(it, RowsOf) else it for it in (part, other)]
     quantised = (QuantizedTensor, MlxTensor)

@@ -66,12 +66,12 @@ def _read(reader: ConfigReader) -> Description:
             layers.append(LayerSpec(NO_ATTENTION, feed_forward, mamba2=mixer))
         else:
             layers.append(LayerSpec(attention, feed_forward))
-    turning = read_rope(reader, sizes.head_dim, sizes.max_context)
+    rope = read_rope(reader, sizes.head_dim, sizes.max_context)
     config = decoder(
         "granitemoehybrid",
         sizes,
         layers,
-        [turning if _turns(reader) else no_rope(sizes.head_dim)],
+        [rope if _has_rope(reader) else no_rope(sizes.head_dim)],
         norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
         tie_embeddings=reader.boolean("tie_word_embeddings", False),
         embedding_multiplier=read_factor(reader, "embedding_multiplier"),
@@ -96,7 +96,7 @@ def _read_kinds(reader: ConfigReader, sizes: Sizes) -> list[str]:
     return kinds
 
 
-def _turns(reader: ConfigReader) -> bool:
+def _has_rope(reader: ConfigReader) -> bool:
     """Whether attention has a rotary embedding."""
     kind = reader.text("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):

@@ -1,7 +1,7 @@
 """The names and shapes of a model's tensors in the converter.
 
-They are those of a Llama checkpoint, and additional names for what a Llama lacks. `Family.adapt` gives them
-to other families' tensors.
+They are those of a Llama checkpoint, and additional names for what a Llama lacks. `Description.adapt` gives
+them to other families' tensors.
 
 The rows of queries and keys are in rotate-half order: the pairs (i, i + Dh / 2) are rotated. A norm's weight
 is what its input is multiplied by.

@@ -388,14 +388,14 @@ class Matrices(View):
         """The format of the last part. None if parts are stacked by columns or have several types, since no
         codes are kept then.
         """
-        return None if self.by_columns or not self._alike else self.parts[-1].code_format
+        return None if self.by_columns or not self._has_one_type else self.parts[-1].code_format
 
     @property
     def tile_format(self) -> RowFormat | None:
-        return None if self.by_columns or not self._alike else self.parts[-1].tile_format
+        return None if self.by_columns or not self._has_one_type else self.parts[-1].tile_format
 
     @cached_property
-    def _alike(self) -> bool:
+    def _has_one_type(self) -> bool:
         return len({part.dtype for part in self.parts}) == 1
 
     def rows(self, start: int, stop: int) -> Weights:
@@ -409,7 +409,7 @@ class Matrices(View):
         return np.concatenate([part.columns(*span) for part, span in self._spans(start, stop)], axis=1)
 
     def quantized_rows(self, start: int, stop: int, stored: RowFormat) -> SourceCodes | None:
-        if self.by_columns or not self._alike:
+        if self.by_columns or not self._has_one_type:
             return None
         parts = [part.quantized_rows(*span, stored) for part, span in self._spans(start, stop)]
         codes = [it for it in parts if it is not None]

@@ -71,7 +71,7 @@ class Activations:
         return values.reshape(-1, self._hidden_size)
 
     def fired(self, layer: int) -> NDArray[np.uint8]:
-        """Which neurons fired, as bits (N, ceil(F / 8)), eight to a byte as `numpy.packbits` packs them."""
+        """Bits (N, ceil(F / 8)), packed as by `numpy.packbits`: 1 for a neuron that fired."""
         values = np.memmap(self.path("fired", layer), np.uint8, "r")
         return values.reshape(-1, -(-self._widths[layer] // 8))
 

@@ -88,7 +88,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class PressureState:
-    """What is remembered from one look at memory to the next."""
+    """The state of the pressure watch between two looks at memory."""
 
     usual_room_bytes: int
     """Memory that this process held, or could get, at the first look."""

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which layers of a model a config describes: those from `first` on, out of `layers`. Also facts about
-    the other layers.
+    """The layers of a model that a config describes, and facts about the model's other layers.
 
     Args:
         first: index in the model of the config's first layer.

@@ -154,7 +154,7 @@ def _take_prompting(fields: Fields, model: ModelFacts) -> tuple[PromptOptions, C
 
 
 def _take_choice(fields: Fields) -> tuple[Choice, bool]:
-    """Which tools may or must be called, and whether the model may call several at once."""
+    """The request's choice of tools, and whether the model may call several at once."""
     given = fields.object("tool_choice")
     if given is None:
         return AUTO, True

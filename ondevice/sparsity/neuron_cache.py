@@ -207,12 +207,12 @@ class NeuronCache:
         return self._counts[layer] == self._widths[layer]
 
     def held(self, layer: int, ids: Int32) -> Int32:
-        """Those of `ids` whose neurons have slots."""
+        """The ids among `ids`, (k,), of neurons that have slots."""
         held: Int32 = ids[self._slot_of[layer][ids] >= 0]
         return held
 
     def without_slot(self, layer: int, ids: Int32) -> list[int]:
-        """Those of `ids` whose neurons have no slots."""
+        """The ids among `ids` of neurons that have no slots."""
         slots = self._slot_of[layer][ids].tolist()
         return [neuron for neuron, slot in zip(ids.tolist(), slots, strict=True) if slot < 0]
 

@@ -66,9 +66,15 @@ class LayerQuota(NamedTuple):
         segments = max(0, count - layer.num_segments)
         return LayerQuota(segments, min(count, layer.num_segments) - segments)
 
+    def is_one_mapping(self, layer: FeedForwardLayer) -> bool:
+        """Whether the high planes, or without any the segments, are made together: if they are all that the
+        layer can hold.
+        """
+        return layer.shares_mappings and sum(self) == layer.num_segments
+
 
 class SegmentKind(NamedTuple):
-    """Which kind of segments: the segments of a layer, or its high planes."""
+    """The segments of one layer, or the high planes of one layer."""
 
     layer: int
     are_planes: bool
@@ -178,11 +184,11 @@ class SegmentPool(NeuronSource):
             if allowed.segments == former.segments and allowed.high_planes >= former.high_planes:
                 continue
             self._drop_empty(index)
-            all_held = layer.shares_mappings and sum(former) == layer.num_segments
-            if all_held or allowed.segments != former.segments:
+            together = former.is_one_mapping(layer)
+            if together or allowed.segments != former.segments:
                 layer.high_planes.clear()
             del layer.high_planes[allowed.high_planes :]
-            if layer.shares_mappings and former.segments == layer.num_segments:
+            if together and not former.high_planes:
                 layer.segments.clear()
             del layer.segments[allowed.segments :]
 
@@ -254,8 +260,7 @@ class SegmentPool(NeuronSource):
                 yield kind, together
             kind = SegmentKind(index, are_planes=True)
             planes = quota.high_planes - len(layer.high_planes) - self._waiting(kind)
-            all_held = layer.shares_mappings and sum(quota) == layer.num_segments
-            together = max(1, planes) if all_held else 1
+            together = max(1, planes) if quota.is_one_mapping(layer) else 1
             for _ in range(planes // together):
                 yield kind, together
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import ondevice as package
+from ondevice.config import BackendName, Sparsity, Speculation
 from ondevice.errors import BudgetError, OndeviceError, UsageError
 from tests.support.bundles import CONTEXT
 from tests.support.command_line import Run
@@ -41,6 +43,14 @@ def test_flags_become_parameters(flags: str, parameters: str) -> None:
         assert error.for_command_line == flags
     # As it comes out where one error has another's words.
     assert str(OndeviceError(str(OndeviceError(flags)))) == parameters
+
+
+@pytest.mark.parametrize(
+    ("option", "values"), [("speculation", Speculation), ("sparsity", Sparsity), ("backend", BackendName)]
+)
+def test_every_value_of_an_option_becomes_a_parameter(option: str, values: object) -> None:
+    for value in get_args(values):
+        assert str(OndeviceError(f"--{option} {value} needs")) == f'{option}="{value}" needs'
 
 
 def test_each_gets_its_own(ondevice: Run, chat_bundle: Path) -> None:

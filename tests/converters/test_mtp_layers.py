@@ -271,5 +271,5 @@ def test_layers_with_inputs_of_their_own_are_not_read_where_rows_differ(bundle: 
         assert allowed_draft_layer(opened.config, runtime, opened.mtp, limited) is opened.mtp
         assert allowed_draft_layer(config, runtime, None, limited) is None
     assert allowed_draft_layer(config, auto, opened.mtp, limited) is None
-    with pytest.raises(BackendUnavailableError, match="speculation mtp reads what leaves"):
+    with pytest.raises(BackendUnavailableError, match='speculation="mtp" reads what leaves'):
         allowed_draft_layer(config, named, opened.mtp, limited)

@@ -86,8 +86,9 @@ def in_process(tests: Sequence[str], number: int) -> tuple[int, str]:
     """Exit status and output of a process for `run_tests`. number: the mutant's in the table; -1: none."""
     command = [sys.executable, "-m", "tests.mutants.run", f"--number={number}", *tests]
     with tempfile.TemporaryDirectory() as examples:
-        own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HYPOTHESIS_STORAGE_DIRECTORY": examples}
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        variables |= {"HYPOTHESIS_STORAGE_DIRECTORY": examples}
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -131,6 +131,6 @@ def in_pieces(ids: Ids) -> list[Ids]:
 
 
 def bits(fired: Fired, ids: Ids, neurons: int) -> Bools:
-    """Which neurons fired for the samples `ids`, as booleans (n, F)."""
+    """Booleans (n, F), True for each neuron that fired, for the samples `ids`."""
     rows: NDArray[Any] = np.asarray(fired[ids])
     return rows if rows.dtype == np.bool_ else np.unpackbits(rows, axis=1, count=neurons).view(np.bool_)

@@ -70,7 +70,7 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
 }
 
 #if defined(ONDEVICE_MATRIX_PRODUCTS)
-// A tile with `tokens` tokens from t0 on, a multiple of 16 and at most kMatrixRun.
+// A tile with `tokens` tokens from t0 on, a multiple of kMatrixTokens and at most kMatrixRun.
 template <class FORM>
 void tile_by_matrices(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows) {
@@ -102,7 +102,7 @@ void tile_by_matrices(const uint8_t* tile, const QuantizedRows& x, int64_t t0, i
   }
 }
 
-// Tiles [begin, end) with tokens [0, tokens), a multiple of 16.
+// Tiles [begin, end) with tokens [0, tokens), a multiple of kMatrixTokens.
 template <class FORM>
 void tiles_by_matrices(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
                        const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,

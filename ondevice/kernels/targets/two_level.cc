@@ -210,7 +210,7 @@ void tile_few(const uint8_t* tile, const QuantizedRows& x, int64_t t0, F* acc) {
 }
 
 #if defined(ONDEVICE_MATRIX_PRODUCTS)
-// The same with `count` tokens, a multiple of 16.
+// The same with `count` tokens, a multiple of kMatrixTokens.
 template <class FORM>
 void tile_by_matrices(const uint8_t* tile, const QuantizedRows& x, int64_t t0, int64_t count, F* acc) {
   for (int64_t t = 0; t < count; ++t) acc[t] = zero();
