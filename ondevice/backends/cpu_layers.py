@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
-from ondevice.backends.base import Float32, KVStore
+from ondevice.backends.base import Float32
 from ondevice.backends.cpu_attention import block_addresses
 from ondevice.backends.cpu_matrices import CpuLinear, StreamedLinear
 from ondevice.backends.cpu_neurons import CpuSlices, native_form
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.plain_layers import PlainWeights
-from ondevice.backends.token_tree import TokenTree
+from ondevice.backends.plain_layers import PlainWeights, SequencePlace
 from ondevice.kernels import _native
 from ondevice.model_config import HeadSizes, LayerSpec, ModelConfig
 
@@ -161,10 +160,8 @@ class CpuPlainLayers:
         layers: range,
         x: Float32,
         batch: ForwardBatch,
-        kv: KVStore,
-        position: int,
+        places: Sequence[SequencePlace],
         rope_tables: Sequence[tuple[Float32, Float32]],
-        tree: TokenTree | None,
     ) -> int:
         if len(x) > MAX_ROWS:
             return 0
@@ -180,19 +177,23 @@ class CpuPlainLayers:
         if not forms:
             return 0
         projected, attended = self._widths
-        layout, ran = kv.layout, slice(layers.start, layers.start + len(forms))
+        # One model's sequences have one layout.
+        layout, ran = places[0].kv.layout, slice(layers.start, layers.start + len(forms))
         _native.run_layers(
             self._runner,
             forms,
             x,
-            block_addresses(kv),
+            [_sequence_rows(place) for place in places],
             layout.windows[ran],
             layout.layer_offsets[ran],
             layout.kv_bits,
-            position,
             rope_tables,
-            None if tree is None else (tree.parents, tree.depths),
             self._buffer("linear", (len(x), projected)),
             self._buffer("attention", (len(x), attended)),
         )
         return len(forms)
+
+
+def _sequence_rows(place: SequencePlace) -> _native.SequenceRows:
+    tree = None if place.tree is None else (place.tree.parents, place.tree.depths)
+    return place.size, block_addresses(place.kv), place.position, tree

@@ -19,6 +19,22 @@ PlainWeights: TypeAlias = Any
 """One layer's loaded weights, by the names of `model.weights.LayerWeights`."""
 
 
+class SequencePlace(Protocol):
+    """Where `size` rows of one sequence belong: after `position` tokens in kv, which has room for them.
+
+    tree: the rows' tree; None if each row follows the one before.
+    """
+
+    @property
+    def kv(self) -> Any: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def tree(self) -> TokenTree | None: ...
+
+
 class PlainLayers(Protocol):
     """Runs layers of a model that are plain and in memory."""
 
@@ -27,10 +43,8 @@ class PlainLayers(Protocol):
         layers: range,
         x: Any,
         batch: ForwardBatch,
-        kv: Any,
-        position: int,
+        places: Sequence[SequencePlace],
         rope_tables: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
-        tree: TokenTree | None,
     ) -> int:
         """Run layers from the first of `layers` on, and return how many ran: 0 if the first isn't plain or in
         memory.
@@ -41,8 +55,6 @@ class PlainLayers(Protocol):
             layers: the layers that may run.
             x: (T, D), the first one's input, which becomes the last one's output.
             batch: the rows, all of them exact.
-            kv: the cache, which has room for the rows' keys and values.
-            position: number of tokens stored before these.
+            places: where the rows belong, one for each sequence.
             rope_tables: cosine and sine, (T, Dh / 2) each, for each of the model's ropes.
-            tree: the tree of the rows, or None for a chain.
         """

@@ -38,24 +38,25 @@ class PlainLayer:
         feed_forward_output_norm: Norm | None,
     ) -> None: ...
 
+SequenceRows = tuple[int, tuple[Addresses, Addresses], int, Tree | None]
+"""Rows of one sequence: their number, the addresses of its KV blocks (of layers that keep all tokens, and of
+windowed ones), the number of tokens before them, and their tree."""
+
 def run_layers(
     runner: Runner,
     layers: Sequence[PlainLayer],
     x: Float32,
-    places: tuple[Addresses, Addresses],
+    sequences: Sequence[SequenceRows],
     windows: Sequence[int],
     offsets: Sequence[int],
     bits: int,
-    position: int,
     ropes: Sequence[tuple[Float32, Float32]],
-    tree: Tree | None,
     projected: Float32,
     attended: Float32,
 ) -> None:
     """Layers one after the other over x (T, hidden), in place.
 
-    places: addresses of the KV blocks of layers that keep all tokens, and of windowed ones. windows: of each
-    layer, 0 for those of the first kind. offsets: of each layer, as in `attend`. ropes: cosines and sines,
-    (T, head_dim / 2).
+    sequences: whose rows x has, in their order. windows: of each layer, 0 for those that keep all tokens.
+    offsets: of each layer, as in `attend`. ropes: cosines and sines, (T, head_dim / 2).
     projected, attended: scratch memory of T rows, as wide as the widest layer's.
     """

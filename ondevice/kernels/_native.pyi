@@ -15,6 +15,7 @@ from ondevice.kernels._delta import short_conv as short_conv
 from ondevice.kernels._delta import short_conv_ahead as short_conv_ahead
 from ondevice.kernels._delta import sigmoid_gate as sigmoid_gate
 from ondevice.kernels._layer import PlainLayer as PlainLayer
+from ondevice.kernels._layer import SequenceRows as SequenceRows
 from ondevice.kernels._layer import run_layers as run_layers
 from ondevice.kernels._mamba2 import mamba2 as mamba2
 from ondevice.kernels._mamba2 import mamba2_ahead as mamba2_ahead

@@ -1,7 +1,9 @@
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "bindings.h"
@@ -12,6 +14,7 @@ namespace {
 
 using Slices = std::vector<CArray<const uint8_t, 1>>;
 using Places = std::pair<Blocks, Blocks>;  // of layers that keep all tokens, and of windowed ones
+using Sequence = std::tuple<int64_t, Places, int64_t, std::optional<Tree>>;  // rows, blocks, position, tree
 using RotaryTables = std::pair<CArray<const float, 2>, CArray<const float, 2>>;  // cosines and sines
 
 const float* vector_of(const Weight& values, int64_t size, const char* message) {
@@ -60,17 +63,29 @@ void make(PlainLayer* self, const NormArg& attention_norm, const Matrix& qkv, co
   new (self) PlainLayer(std::move(layer));
 }
 
+// The rows of each sequence. Raises if they aren't those of a pass over `tokens` rows.
+std::vector<SequenceRows> sequence_rows(const std::vector<Sequence>& sequences, int64_t tokens) {
+  std::vector<SequenceRows> result;
+  int64_t first = 0;
+  for (const auto& [count, places, position, tree] : sequences) {
+    require(count > 0 && position >= 0, "a sequence has rows, and its position isn't negative");
+    result.push_back({first, count, position, tree ? tree_view(*tree, count) : TreeView{nullptr, nullptr}});
+    first += count;
+  }
+  require(!result.empty() && first == tokens, "x has the rows of all sequences");
+  return result;
+}
+
 void run_layers(Runner& runner, const std::vector<const PlainLayer*>& layers, const CArray<float, 2>& x,
-                const Places& places, const std::vector<int64_t>& windows,
-                const std::vector<int64_t>& offsets, int bits, int64_t position,
-                const std::vector<RotaryTables>& ropes, const std::optional<Tree>& tree,
+                const std::vector<Sequence>& sequences, const std::vector<int64_t>& windows,
+                const std::vector<int64_t>& offsets, int bits, const std::vector<RotaryTables>& ropes,
                 const CArray<float, 2>& projected, const CArray<float, 2>& attended) {
   const int64_t tokens = x.shape(0), hidden = x.shape(1);
-  require(tokens > 0 && position >= 0, "there are rows, and position isn't negative");
+  const LayerRows rows{tokens, sequence_rows(sequences, tokens), projected.data(), attended.data()};
   require(offsets.size() == layers.size() && windows.size() == layers.size(),
           "each layer has an offset, and a window or 0");
-  for (const auto* rows : {&projected, &attended})
-    require(static_cast<int64_t>(rows->shape(0)) == tokens, "scratch memory has x's rows");
+  for (const auto* scratch : {&projected, &attended})
+    require(static_cast<int64_t>(scratch->shape(0)) == tokens, "scratch memory has x's rows");
   std::vector<KvView> views;
   for (size_t i = 0; i < layers.size(); ++i) {
     const PlainLayer& layer = *layers[i];
@@ -84,17 +99,17 @@ void run_layers(Runner& runner, const std::vector<const PlainLayer*>& layers, co
       require(static_cast<int64_t>(table->shape(0)) == tokens &&
                   static_cast<int64_t>(table->shape(1)) * 2 == layer.head_dim,
               "cos and sin are half as wide as a head");
-    const Blocks& blocks = windows[i] > 0 ? places.second : places.first;
-    views.push_back(kv_view(blocks, offsets[i], layer.kv_heads, layer.head_dim, bits, position + tokens));
-    require_blocks(blocks, layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0,
-                   position + tokens);
+    for (const auto& [count, places, position, tree] : sequences) {
+      const Blocks& blocks = windows[i] > 0 ? places.second : places.first;
+      const int64_t end = position + count;
+      views.push_back(kv_view(blocks, offsets[i], layer.kv_heads, layer.head_dim, bits, end));
+      require_blocks(blocks, layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0, end);
+    }
   }
-  const LayerRows rows{tokens, position, tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr},
-                       projected.data(), attended.data()};
   const NativeCall call(runner);
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto& [cos, sin] = ropes[static_cast<size_t>(layers[i]->rope)];
-    layers[i]->forward(runner, rows, views[i], cos.data(), sin.data(), x.data());
+    layers[i]->forward(runner, rows, &views[i * sequences.size()], cos.data(), sin.data(), x.data());
   }
 }
 
@@ -110,9 +125,9 @@ void bind_layer(nb::module_& m) {
            nb::arg("feed_forward_norm").none(), nb::arg("slice"), nb::arg("slices"), nb::arg("form"),
            nb::arg("gate_bias").none(), nb::arg("output_bias").none(),
            nb::arg("feed_forward_output_norm").none());
-  m.def("run_layers", &run_layers, nb::arg("runner"), nb::arg("layers"), nb::arg("x"), nb::arg("places"),
-        nb::arg("windows"), nb::arg("offsets"), nb::arg("bits"), nb::arg("position"), nb::arg("ropes"),
-        nb::arg("tree").none(), nb::arg("projected"), nb::arg("attended"));
+  m.def("run_layers", &run_layers, nb::arg("runner"), nb::arg("layers"), nb::arg("x"), nb::arg("sequences"),
+        nb::arg("windows"), nb::arg("offsets"), nb::arg("bits"), nb::arg("ropes"), nb::arg("projected"),
+        nb::arg("attended"));
 }
 
 }  // namespace ondevice

@@ -4,7 +4,7 @@
 
 namespace ondevice {
 
-void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv, const float* cos,
+void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView* kv, const float* cos,
                          const float* sin, float* x) const {
   const int64_t tokens = rows.tokens;
   // A block's output is added to x as it is computed, unless it is normed first.
@@ -13,12 +13,16 @@ void PlainLayer::forward(Runner& runner, const LayerRows& rows, const KvView& kv
   runner.name_products(Step::kQkv);
   qkv->forward(runner, x, hidden, tokens, qkv_bias, rows.projected, attention_norm);
   HeadTransform rotated = transform;
-  rotated.cos = cos;
-  rotated.sin = sin;
-  runner.attend(rows.projected, rotated,
-                {rows.projected, projected_width(), heads, kv, rows.position, window, scale, soft_cap,
-                 rows.attended, rows.tree, sinks},
-                tokens);
+  for (size_t i = 0; i < rows.sequences.size(); ++i) {
+    const SequenceRows& sequence = rows.sequences[i];
+    float* projected = rows.projected + sequence.first * projected_width();
+    rotated.cos = cos + sequence.first * head_dim / 2;
+    rotated.sin = sin + sequence.first * head_dim / 2;
+    runner.attend(projected, rotated,
+                  {projected, projected_width(), heads, kv[i], sequence.position, window, scale, soft_cap,
+                   rows.attended + sequence.first * attended_width(), sequence.tree, sinks},
+                  sequence.tokens);
+  }
   runner.name_products(Step::kOutput);
   if (attention_output_norm.weight) {
     out->forward(runner, rows.attended, attended_width(), tokens, out_bias, y);

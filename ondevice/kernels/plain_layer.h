@@ -1,4 +1,4 @@
-// A transformer layer that is in memory: attention over one sequence, then a feed-forward in slices.
+// A transformer layer that is in memory: attention within each sequence, then a feed-forward in slices.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,17 @@
 
 namespace ondevice {
 
-// The rows of one sequence that run through layers.
-struct LayerRows {
-  int64_t tokens, position;
+// Rows of one sequence among those that run through layers: `tokens` from row `first` on, which follow
+// `position` others in the sequence.
+struct SequenceRows {
+  int64_t first, tokens, position;
   TreeView tree;
+};
+
+// The rows that run through layers, sequence by sequence.
+struct LayerRows {
+  int64_t tokens;
+  std::vector<SequenceRows> sequences;
   // Scratch memory: rows as wide as a layer's projected queries, keys and values and as its output; rows as
   // wide as all heads' values.
   float *projected, *attended;
@@ -42,9 +49,9 @@ struct PlainLayer {
   int64_t projected_width() const { return (heads + 2 * kv_heads) * head_dim; }
   int64_t attended_width() const { return heads * head_dim; }
 
-  // x (tokens, hidden) -> the layer's output, in place. kv: the layer's keys and values, with room for the
-  // rows. cos, sin: (tokens, head_dim / 2).
-  void forward(Runner& runner, const LayerRows& rows, const KvView& kv, const float* cos, const float* sin,
+  // x (tokens, hidden) -> the layer's output, in place. kv: the layer's keys and values of each sequence,
+  // with room for its rows. cos, sin: (tokens, head_dim / 2).
+  void forward(Runner& runner, const LayerRows& rows, const KvView* kv, const float* cos, const float* sin,
                float* x) const;
 };
 

@@ -297,15 +297,14 @@ class LayerRange:
         """Run layers from `layer` on in one call of the backend, over x (R, D) in place, and return how many
         ran.
         """
-        if self._plain is None or len(rows.places) != 1 or batch.stream_rows or batch.resident_only:
+        if self._plain is None or batch.stream_rows or batch.resident_only:
             return 0
         stop = self.config.num_layers if self.streams is None else self.streams.first_layer
         stop = min([stop, *(tap - self.first for tap in taps if tap > self.first + layer)])
         if batch.last_only and x.shape[0] > 1 and stop > 0 and self._ends_with(stop - 1):
             stop -= 1
-        ((kv, position, _, tree),) = rows.places
         layers = range(layer, stop)
-        return self._plain.run(layers, x, batch, kv, position, rows.rope_tables, tree) if layers else 0
+        return self._plain.run(layers, x, batch, rows.places, rows.rope_tables) if layers else 0
 
     def _residuals(
         self,

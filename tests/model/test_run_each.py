@@ -97,7 +97,9 @@ def test_sequences_run_together_give_each_family_s_bits_alone(tmp_path: Path, ca
     assert together == alone
 
 
-def test_what_fails_leaves_every_cache_as_it_was(model: Transformer) -> None:
+def test_what_fails_leaves_every_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, model: Transformer) -> None:
+    # A pass is cancelled between native calls.
+    monkeypatch.setattr(model._plain, "_layers_at_once", 1)
     caches = begun(model)
     before = [list(kv.tokens) for kv in caches]
     parts = [SequencePart(ForwardBatch([5, 6]), kv) for kv in caches]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import RuntimeConfig, SamplingConfig, Speculation
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
 from ondevice.model.sequence_state import SequenceState
@@ -298,6 +298,10 @@ def test_a_plan_counts_what_drafting_holds() -> None:
     needed = {name: plan.minimum_budget_bytes - plan.process_bytes for name, plan in plans.items()}
     for name, plan in plans.items():
         assert needed[name] == needed["off"] + plan.draft_bytes
+
+
+def test_every_value_of_speculation_but_off_names_a_drafter() -> None:
+    assert {"off", *DRAFTERS} == {*get_args(Speculation)}
 
 
 def test_verification_follows_the_target() -> None:
