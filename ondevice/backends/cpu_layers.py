@@ -11,7 +11,7 @@ from ondevice.backends.cpu_attention import block_addresses
 from ondevice.backends.cpu_matrices import CpuLinear, StreamedLinear
 from ondevice.backends.cpu_neurons import CpuSlices, native_form
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.plain_layers import PlainWeights, SequencePlace
+from ondevice.backends.plain_layers import LayerAdapters, PlainWeights, SequencePlace
 from ondevice.kernels import _native
 from ondevice.model_config import HeadSizes, LayerSpec, ModelConfig
 
@@ -26,6 +26,7 @@ def cpu_plain_layers(
     runner: _native.Runner,
     config: ModelConfig,
     layers: Sequence[PlainWeights],
+    adapters: Sequence[LayerAdapters | None],
     buffer: Callable[[str, tuple[int, int]], Float32],
 ) -> CpuPlainLayers | None:
     """An object that runs the plain ones among a model's layers, whose weights are `layers`. None if none is
@@ -34,13 +35,15 @@ def cpu_plain_layers(
     A layer that comes before one with prefetching is left out, because it also computes the estimate for
     that.
 
-    buffer: given an op's name and a shape, returns the backend's output array.
+    adapters: each layer's stream adapters, or None. buffer: given an op's name and a shape, returns the
+    backend's output array.
     """
+    following = [*layers[1:], *layers[-1:]]
     plain = [
-        CpuPlainLayer(spec, weights, config.stored_heads(spec))
+        CpuPlainLayer(spec, weights, config.stored_heads(spec), added)
         if has_native_form(spec, weights) and isinstance(after.feed_forward, CpuSlices)
         else None
-        for spec, weights, after in zip(config.layers, layers, [*layers[1:], *layers[-1:]], strict=False)
+        for spec, weights, after, added in zip(config.layers, layers, following, adapters, strict=False)
     ]
     sizes = [layer.heads for layer in plain if layer is not None]
     if not sizes:
@@ -69,9 +72,15 @@ def has_native_form(spec: LayerSpec, weights: PlainWeights) -> bool:
 class CpuPlainLayer:
     """One plain layer, and its native form while all of it is in memory."""
 
-    def __init__(self, spec: LayerSpec, weights: PlainWeights, heads: HeadSizes) -> None:
+    def __init__(
+        self, spec: LayerSpec, weights: PlainWeights, heads: HeadSizes, adapters: LayerAdapters | None
+    ) -> None:
         self._spec = spec
         self._weights = weights
+        self._adapters = None
+        if adapters is not None:
+            low_ranks = adapters.qkv, adapters.out, adapters.feed_forward
+            self._adapters = tuple((of.down.matrix, of.up.matrix) for of in low_ranks)
         self.heads = heads
         self.qkv, self.out = weights.qkv, weights.out
         self.slices: CpuSlices = weights.feed_forward
@@ -80,6 +89,11 @@ class CpuPlainLayer:
         self._parts: tuple[Callable[[], Any], ...] = ()
         """Weak references, as a budget may free these parts: both matrices, and the last slice, which goes
         before the others."""
+
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of the layer's adapters; 0 if it has none."""
+        return max((down.rows for down, _ in self._adapters or ()), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +142,7 @@ class CpuPlainLayer:
             gate_bias=slices.gate_bias,
             output_bias=slices.output_bias,
             feed_forward_output_norm=weights.feed_forward_output_norm,
+            adapters=self._adapters,
         )
 
 
@@ -153,6 +168,7 @@ class CpuPlainLayers:
         self._layers = layers
         self._layers_at_once = max(1, BYTES_AT_ONCE // max(it.nbytes for it in layers if it is not None))
         self._widths = widths
+        self._most_rank = max(it.most_rank for it in layers if it is not None)
         self._buffer = buffer
 
     def run(
@@ -162,6 +178,7 @@ class CpuPlainLayers:
         batch: ForwardBatch,
         places: Sequence[SequencePlace],
         rope_tables: Sequence[tuple[Float32, Float32]],
+        adapted: int,
     ) -> int:
         if len(x) > MAX_ROWS:
             return 0
@@ -190,6 +207,8 @@ class CpuPlainLayers:
             rope_tables,
             self._buffer("linear", (len(x), projected)),
             self._buffer("attention", (len(x), attended)),
+            adapted,
+            self._buffer("low rank", (len(x) - adapted, self._most_rank)) if adapted < len(x) else None,
         )
         return len(forms)
 

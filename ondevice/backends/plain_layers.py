@@ -17,6 +17,8 @@ from ondevice.backends.token_tree import TokenTree
 
 PlainWeights: TypeAlias = Any
 """One layer's loaded weights, by the names of `model.weights.LayerWeights`."""
+LayerAdapters: TypeAlias = Any
+"""One layer's stream adapters, by the names of `model.weights.MultiStreamLayer`."""
 
 
 class SequencePlace(Protocol):
@@ -45,6 +47,7 @@ class PlainLayers(Protocol):
         batch: ForwardBatch,
         places: Sequence[SequencePlace],
         rope_tables: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
+        adapted: int,
     ) -> int:
         """Run layers from the first of `layers` on, and return how many ran: 0 if the first isn't plain or in
         memory.
@@ -54,7 +57,8 @@ class PlainLayers(Protocol):
         Args:
             layers: the layers that may run.
             x: (T, D), the first one's input, which becomes the last one's output.
-            batch: the rows, all of them exact.
+            batch: the rows.
             places: where the rows belong, one for each sequence.
             rope_tables: cosine and sine, (T, Dh / 2) each, for each of the model's ropes.
+            adapted: the first row to which the layers' adapters are added.
         """

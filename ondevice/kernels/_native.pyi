@@ -479,6 +479,9 @@ def activate(runner: Runner, form: GateForm, gate: Float32, up: Float32 | None, 
 def largest(x: Float32, ids: Int32, values: Float32) -> float:
     """The len(ids) largest of x (n,), ties to the lower index; returns the sum of exp(x - largest)."""
 
+def all_finite(x: Float32) -> bool:
+    """Whether all values of x (T, n) are finite."""
+
 def copy_out(addresses: Addresses, offset: int, out: Bytes) -> None:
     """out (n, nbytes) = the bytes from `offset` on behind each address."""
 

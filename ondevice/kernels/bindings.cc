@@ -87,6 +87,21 @@ void bind_vector_ops(nb::module_& m) {
       },
       nb::arg("x"), nb::arg("ids"), nb::arg("values"));
   m.def(
+      "all_finite",
+      [](const CArray<const float, 2>& x) {
+        // The exponent of a value that isn't finite has all bits, so that one more sets the topmost.
+        const float* values = x.data();
+        const size_t n = x.size();
+        uint32_t carries = 0;
+        for (size_t i = 0; i < n; ++i) {
+          uint32_t bits;
+          std::memcpy(&bits, values + i, sizeof bits);
+          carries |= (bits & 0x7f800000) + 0x00800000;
+        }
+        return (carries & 0x80000000) == 0;
+      },
+      nb::arg("x"));
+  m.def(
       "activate",
       [](Runner& runner, const FormArg& form, const CArray<const float, 1>& gate, const Weight& up,
          const CArray<float, 1>& out) {

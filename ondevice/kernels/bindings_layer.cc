@@ -1,8 +1,10 @@
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 #include <utility>
 
@@ -15,6 +17,7 @@ namespace {
 using Slices = std::vector<CArray<const uint8_t, 1>>;
 using Places = std::pair<Blocks, Blocks>;  // of layers that keep all tokens, and of windowed ones
 using Sequence = std::tuple<int64_t, Places, int64_t, std::optional<Tree>>;  // rows, blocks, position, tree
+using LowRankArg = std::pair<const Matrix*, const Matrix*>;                  // down, up
 using RotaryTables = std::pair<CArray<const float, 2>, CArray<const float, 2>>;  // cosines and sines
 
 const float* vector_of(const Weight& values, int64_t size, const char* message) {
@@ -22,12 +25,21 @@ const float* vector_of(const Weight& values, int64_t size, const char* message) 
   return values ? values->data() : nullptr;
 }
 
+// The adapter of a product from `cols` values to `rows`.
+LowRank low_rank(const LowRankArg& adapter, int64_t cols, int64_t rows) {
+  const auto& [down, up] = adapter;
+  require(down && up && down->cols() == cols && up->cols() == down->rows() && up->rows() == rows,
+          "an adapter is (rank, columns) and (rows, rank)");
+  return {down, up};
+}
+
 void make(PlainLayer* self, const NormArg& attention_norm, const Matrix& qkv, const Weight& qkv_bias,
           int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rope, int64_t window, float scale,
           float soft_cap, const std::optional<HeadNorms>& norms, const Weight& sinks, const Matrix& out,
           const Weight& out_bias, const NormArg& attention_output_norm, const NormArg& feed_forward_norm,
           const Expert& slice, const Slices& slices, const FormArg& form, const Weight& gate_bias,
-          const Weight& output_bias, const NormArg& feed_forward_output_norm) {
+          const Weight& output_bias, const NormArg& feed_forward_output_norm,
+          const std::optional<std::array<LowRankArg, 3>>& adapters) {
   const int64_t hidden = qkv.cols(), count = static_cast<int64_t>(slices.size());
   require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
   require(head_dim > 0 && head_dim % 2 == 0 && qkv.rows() == (heads + 2 * kv_heads) * head_dim,
@@ -60,6 +72,12 @@ void make(PlainLayer* self, const NormArg& attention_norm, const Matrix& qkv, co
   layer.form = form_of(form);
   layer.gate_bias = vector_of(gate_bias, count * slice.neurons(), "a bias is (slices * neurons of a slice,)");
   layer.output_bias = vector_of(output_bias, hidden, "a bias is (hidden,)");
+  if (adapters) {
+    const auto& [of_qkv, of_out, of_feed_forward] = *adapters;
+    layer.qkv_adapter = low_rank(of_qkv, hidden, qkv.rows());
+    layer.out_adapter = low_rank(of_out, out.cols(), hidden);
+    layer.feed_forward_adapter = low_rank(of_feed_forward, hidden, hidden);
+  }
   new (self) PlainLayer(std::move(layer));
 }
 
@@ -79,9 +97,14 @@ std::vector<SequenceRows> sequence_rows(const std::vector<Sequence>& sequences, 
 void run_layers(Runner& runner, const std::vector<const PlainLayer*>& layers, const CArray<float, 2>& x,
                 const std::vector<Sequence>& sequences, const std::vector<int64_t>& windows,
                 const std::vector<int64_t>& offsets, int bits, const std::vector<RotaryTables>& ropes,
-                const CArray<float, 2>& projected, const CArray<float, 2>& attended) {
+                const CArray<float, 2>& projected, const CArray<float, 2>& attended, int64_t adapted,
+                const std::optional<CArray<float, 2>>& narrow) {
   const int64_t tokens = x.shape(0), hidden = x.shape(1);
-  const LayerRows rows{tokens, sequence_rows(sequences, tokens), projected.data(), attended.data()};
+  require(adapted >= 0 && adapted <= tokens, "adapted is a row of x, or behind the last");
+  require(!narrow || static_cast<int64_t>(narrow->shape(0)) >= tokens - adapted,
+          "narrow has the adapted rows");
+  const LayerRows rows{tokens,           adapted,         sequence_rows(sequences, tokens),
+                       projected.data(), attended.data(), narrow ? narrow->data() : nullptr};
   require(offsets.size() == layers.size() && windows.size() == layers.size(),
           "each layer has an offset, and a window or 0");
   for (const auto* scratch : {&projected, &attended})
@@ -93,6 +116,9 @@ void run_layers(Runner& runner, const std::vector<const PlainLayer*>& layers, co
     require(static_cast<int64_t>(projected.shape(1)) >= std::max(layer.projected_width(), hidden) &&
                 static_cast<int64_t>(attended.shape(1)) >= layer.attended_width(),
             "scratch memory is too narrow");
+    require(adapted == tokens || !layer.qkv_adapter.down ||
+                (narrow && static_cast<int64_t>(narrow->shape(1)) >= layer.most_rank()),
+            "memory for an adapter's rank is too narrow");
     require(layer.rope < static_cast<int64_t>(ropes.size()), "a layer's rotary tables are missing");
     const auto& [cos, sin] = ropes[static_cast<size_t>(layer.rope)];
     for (const auto* table : {&cos, &sin})
@@ -124,10 +150,10 @@ void bind_layer(nb::module_& m) {
            nb::arg("out"), nb::arg("out_bias").none(), nb::arg("attention_output_norm").none(),
            nb::arg("feed_forward_norm").none(), nb::arg("slice"), nb::arg("slices"), nb::arg("form"),
            nb::arg("gate_bias").none(), nb::arg("output_bias").none(),
-           nb::arg("feed_forward_output_norm").none());
+           nb::arg("feed_forward_output_norm").none(), nb::arg("adapters").none());
   m.def("run_layers", &run_layers, nb::arg("runner"), nb::arg("layers"), nb::arg("x"), nb::arg("sequences"),
         nb::arg("windows"), nb::arg("offsets"), nb::arg("bits"), nb::arg("ropes"), nb::arg("projected"),
-        nb::arg("attended"));
+        nb::arg("attended"), nb::arg("adapted"), nb::arg("narrow").none());
 }
 
 }  // namespace ondevice

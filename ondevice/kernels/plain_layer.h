@@ -1,6 +1,7 @@
 // A transformer layer that is in memory: attention within each sequence, then a feed-forward in slices.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -17,13 +18,19 @@ struct SequenceRows {
   TreeView tree;
 };
 
-// The rows that run through layers, sequence by sequence.
+// The rows that run through layers, sequence by sequence. Adapters are added to those from row `adapted` on.
 struct LayerRows {
-  int64_t tokens;
+  int64_t tokens, adapted;
   std::vector<SequenceRows> sequences;
   // Scratch memory: rows as wide as a layer's projected queries, keys and values and as its output; rows as
   // wide as all heads' values.
   float *projected, *attended;
+  float* narrow;  // rows as wide as the largest rank of an adapter; null without adapters
+};
+
+// A low-rank adapter of a product, which adds up * activation(down * x). Null where a layer has none.
+struct LowRank {
+  const Matrix *down, *up;
 };
 
 // x += norm(attention(norm(x))), then x += norm(feed_forward(norm(x))); any norm may be missing.
@@ -46,13 +53,23 @@ struct PlainLayer {
   GateForm form;
   const float *gate_bias, *output_bias;  // or null
 
+  LowRank qkv_adapter, out_adapter, feed_forward_adapter;  // the last with ReLU as its activation
+
   int64_t projected_width() const { return (heads + 2 * kv_heads) * head_dim; }
   int64_t attended_width() const { return heads * head_dim; }
+  // The largest rank of its adapters, of which it has all or none.
+  int64_t most_rank() const {
+    return std::max({qkv_adapter.up->cols(), out_adapter.up->cols(), feed_forward_adapter.up->cols()});
+  }
 
   // x (tokens, hidden) -> the layer's output, in place. kv: the layer's keys and values of each sequence,
   // with room for its rows. cos, sin: (tokens, head_dim / 2).
   void forward(Runner& runner, const LayerRows& rows, const KvView* kv, const float* cos, const float* sin,
                float* x) const;
+
+ private:
+  void attend(Runner& runner, const LayerRows& rows, const KvView* kv, const float* cos,
+              const float* sin) const;
 };
 
 }  // namespace ondevice

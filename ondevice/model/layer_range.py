@@ -162,7 +162,8 @@ class LayerRange:
         self.first = config.part.first
         self._thread = threading.get_ident()
         self._ropes = [Rope(spec) for spec in config.ropes]
-        self._plain = backend.plain_layers(config, weights.layers)
+        adapters = [None if streams is None else streams.layer(it) for it in range(config.num_layers)]
+        self._plain = backend.plain_layers(config, weights.layers, adapters)
 
     def begin(self, forward_pass: ForwardPass) -> None:
         """Prepare for a pass: reserve room for its tokens. Raises what the cache's allocator raises."""
@@ -297,14 +298,16 @@ class LayerRange:
         """Run layers from `layer` on in one call of the backend, over x (R, D) in place, and return how many
         ran.
         """
-        if self._plain is None or batch.stream_rows or batch.resident_only:
+        if self._plain is None or (batch.resident_only and batch.tokens):
             return 0
-        stop = self.config.num_layers if self.streams is None else self.streams.first_layer
+        stop, streams = self.config.num_layers, self.streams
+        if streams is not None and layer < streams.first_layer:
+            stop = streams.first_layer
         stop = min([stop, *(tap - self.first for tap in taps if tap > self.first + layer)])
         if batch.last_only and x.shape[0] > 1 and stop > 0 and self._ends_with(stop - 1):
             stop -= 1
         layers = range(layer, stop)
-        return self._plain.run(layers, x, batch, rows.places, rows.rope_tables) if layers else 0
+        return self._plain.run(layers, x, batch, rows.places, rows.rope_tables, rows.adapted) if layers else 0
 
     def _residuals(
         self,

@@ -28,6 +28,7 @@ from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import Cancelled, IsCancelled
 from ondevice.errors import BundleError, UsageError
+from ondevice.kernels import _native
 from ondevice.model import altup
 from ondevice.model.altup import ResidualStreams
 from ondevice.model.layer_range import (
@@ -91,7 +92,6 @@ class Transformer(LayerRange):
         last layer's output."""
         self.equal_rows = ANY_ROWS
         """Number of rows up to which each row has the bits that it has alone."""
-        self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
     def forward(
         self,
@@ -150,9 +150,9 @@ class Transformer(LayerRange):
         self, tokens: Sequence[int], position: int = 0
     ) -> tuple[ResidualStreams, Array | None]:
         """The residual streams, (T, D) each, that the first layer reads, and all layers' per-layer inputs,
-        (T, L * W), or None. ¶ The tokens begin at `position`.
+        (T, L * W), or None.
 
-        Raises UsageError for an id outside the vocabulary.
+        The tokens begin at `position`. Raises UsageError for an id outside the vocabulary.
         """
         ids = self._checked(tokens)
         return self._enter(ids, self._embedded(ids, position + np.arange(len(ids))))
@@ -202,7 +202,9 @@ class Transformer(LayerRange):
         forward_pass = ForwardPass((SequencePart(batch, kv),), batch, taps, streamed, last_only)
         state = self._passed(forward_pass, cancelled, x)
         if state is None:
-            return ForwardOutput(0, self.backend.load_vector(self._zeros[:0]), position=position)
+            return ForwardOutput(
+                0, self.backend.load_vector(np.zeros(0, dtype=np.float32)), position=position
+            )
         size, tapped = len(batch.tokens), list(state.tapped)
         hidden = self.merge_residuals(state.residual_streams)
         self._tap(forward_pass, self.config.model_layers, hidden, size, tapped)
@@ -215,8 +217,9 @@ class Transformer(LayerRange):
         return ForwardOutput(size, hidden[:size], state.branches, ended, tapped, position)
 
     def run_each(self, parts: Sequence[SequencePart], cancelled: IsCancelled | None = None) -> Array:
-        """The hidden states (T, D), for `logits`, from one pass over the tokens of several sequences. ¶ The
-        tokens are added to each sequence's kv. Rows have the order of `joint_batch`.
+        """The hidden states (T, D), for `logits`, from one pass over the tokens of several sequences.
+
+        The tokens are added to each sequence's kv. Rows have the order of `joint_batch`.
 
         On a row-invariant backend, every row has the same bits as in a pass over its sequence alone, because
         attention stays within the sequence, and everything else is computed row by row. Sequences may have
@@ -327,8 +330,8 @@ class Transformer(LayerRange):
 
     def check_finite(self, logits: Float32) -> None:
         """Check logits, (n, V) or those of frequent tokens. Raises BundleError if a value isn't finite."""
-        # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
-        if any(logits.dot(self._zeros[: logits.shape[1]])):
+        # No product of BLAS: its threads go on spinning for 0.1 s, on cores that kernels need.
+        if not _native.all_finite(logits):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
                 "check the checkpoint and convert it again"

@@ -199,4 +199,5 @@ def decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
         return
     weights = ((1 - decay) * decay ** np.arange(tokens - 1, -1, -1)).astype(np.float32)
     mean *= np.float32(decay**tokens)
-    mean += weights @ values.astype(np.float32)
+    # No product of BLAS, whose threads go on spinning.
+    mean += np.einsum("t,tf->f", weights, values.astype(np.float32))

@@ -261,7 +261,7 @@ def test_plain_layers_have_the_bits_of_their_ops_and_run_without_them(
     config = plain_models()[family]
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 90)]
     backend, by_ops = make_backend(), make_backend()
-    monkeypatch.setattr(by_ops, "plain_layers", lambda config, layers: None)
+    monkeypatch.setattr(by_ops, "plain_layers", lambda config, layers, adapters: None)
     expected = logits_of_a_draft(config, by_ops, tokens, kv_bits)
     ran, run = list[int](), _native.run_layers
 

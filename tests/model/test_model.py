@@ -16,6 +16,7 @@ from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.callbacks import Cancelled
 from ondevice.config import QuantConfig
 from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
+from ondevice.kernels import _native
 from ondevice.model.rope import Rope
 from ondevice.model.sequence_state import KVLayout, SequenceState, allocate_block
 from ondevice.model.transformer import Transformer
@@ -292,6 +293,14 @@ def test_token_ids_outside_the_vocabulary_are_refused(tokens: list[int]) -> None
     with pytest.raises(UsageError, match="token"):
         loaded().forward(tokens, kv)
     assert (kv.length, kv.blocks) == (0, [])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_is_seen(value: float) -> None:
+    logits = np.full((2, 37), -3.4e38, dtype=np.float32)
+    assert _native.all_finite(logits)
+    logits[1, 36] = value
+    assert not _native.all_finite(logits)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

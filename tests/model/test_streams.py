@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
+from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
+from ondevice.kernels import _native
 from ondevice.model.sequence_state import SequenceState
 from ondevice.model.transformer import ForwardOutput, Transformer
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
@@ -185,6 +187,34 @@ def test_streams_have_the_same_bits_in_the_pass_and_after_it(target: str) -> Non
         length = kv.length
         assert model.stream_states(branches, kv).tobytes() == expected.tobytes()
         assert kv.length == length
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_streams_have_the_bits_of_ops_where_layers_run_in_one_call(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    config = tiny_config(num_layers=3, intermediate_size=200, attention_bias=True)
+    adapted, run_layers = list[tuple[int, int]](), _native.run_layers
+
+    def counted(runner: _native.Runner, layers: Any, x: Float32, *others: Any) -> None:
+        adapted.append((len(layers), len(x) - others[-2]))
+        run_layers(runner, layers, x, *others)
+
+    def results(backend: CpuBackend) -> list[bytes]:
+        model = with_streams(load(config, backend, 4), shared)
+        output, kv = run(model, [0, 4, 9])
+        rows = [output.hidden, output.branches, *(output.streams[node] for node in (0, 4, 9))]
+        kept = [np.array(row).tobytes() for row in rows]
+        keep(model, kv, TREE.path(9))
+        return [*kept, model.stream_states(np.array(output.branches)[-GAMMA:], kv).tobytes()]
+
+    by_ops = make_backend()
+    monkeypatch.setattr(by_ops, "plain_layers", lambda config, layers, adapters: None)
+    expected = results(by_ops)
+    monkeypatch.setattr(_native, "run_layers", counted)
+    assert results(make_backend()) == expected
+    # Both stream layers: the tree with the streams of three nodes, and streams alone.
+    assert adapted[-2:] == [(LAYERS, shared * len(TREE) + 3 * GAMMA), (LAYERS, GAMMA)]
 
 
 def test_the_last_token_of_a_prompt_has_streams_too() -> None:
