@@ -6,9 +6,21 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
-F load_codes(const uint8_t* base, int bits, int64_t index) {
-  return bits == 16 ? load_half(reinterpret_cast<const uint16_t*>(base) + index)
+// Where there are 32 registers of 16 lanes, four query rows and four vectors are multiplied side by side.
+constexpr bool kManyRegisters = kPairedTokens > 0;
+constexpr int kRowsTogether = kManyRegisters ? 4 : 1;
+
+// Rows from which on keys are converted to floats once for all of them.
+constexpr int64_t kConvertedRows = 8;
+
+template <int BITS>
+F load_codes(const uint8_t* base, int64_t index) {
+  return BITS == 16 ? load_half(reinterpret_cast<const uint16_t*>(base) + index)
                     : load_int8(reinterpret_cast<const int8_t*>(base) + index);
+}
+
+F load_codes(const uint8_t* base, int bits, int64_t index) {
+  return bits == 16 ? load_codes<16>(base, index) : load_codes<8>(base, index);
 }
 
 int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
@@ -20,61 +32,99 @@ struct Dimensions {
   bool joins;           // whether products are added to those of the dimensions before
 };
 
+// The products of R queries, from q on, with V vectors of 16 keys from vector `first` on. load_key(i) gives
+// 16 values of the keys' block.
+template <int R, int V, class Load>
+ONDEVICE_INLINE void multiply_keys(const Load& load_key, int64_t head_dim, const Dimensions& own,
+                                   const float* q, int64_t first, F (*products)[V]) {
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) products[r][v] = zero();
+  for (int64_t d = own.first; d < own.last; ++d) {
+    F k[V];
+    for (int v = 0; v < V; ++v) k[v] = load_key(((first + v) * head_dim + d) * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) products[r][v] = fma(set1(q[r * head_dim + d]), k[v], products[r][v]);
+  }
+}
+
 // Scores of `rows` queries against the first 16 * `vectors` keys of a block, of some dimensions
-// -> scores[r * stride + position]. Four queries share each key vector, or one query takes four vectors, to
-// keep the multiplier busy.
-void score_dimensions(const uint8_t* keys, const KvView& kv, const Dimensions& own, const float* q,
+// -> scores[r * stride + position]. Queries share each key vector, and key vectors each query, so that enough
+// sums are under way to keep the multiplier busy.
+template <class Load>
+void score_dimensions(const Load& load_key, int64_t head_dim, const Dimensions& own, const float* q,
                       int64_t rows, int64_t vectors, float scale, float* scores, int64_t stride) {
   F factor[4];
   for (int i = 0; i < 4; ++i)
     factor[i] = own.scales ? mul(load(own.scales + 16 * i), set1(scale)) : set1(scale);
-  const auto put = [&](F product, int64_t i, float* to) {
-    const F scaled = mul(product, factor[i]);
-    store(to, own.joins ? add(load(to), scaled) : scaled);
-  };
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    for (int64_t i = 0; i < vectors; ++i) {
-      const float* q0 = q + r * kv.head_dim;
-      F acc[4] = {zero(), zero(), zero(), zero()};
-      for (int64_t d = own.first; d < own.last; ++d) {
-        const F k = load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes);
-        for (int j = 0; j < 4; ++j) acc[j] = fma(set1(q0[j * kv.head_dim + d]), k, acc[j]);
+  const auto score_vectors = [&](auto row_count, auto vector_count, int64_t first) ONDEVICE_INLINED {
+    constexpr int R = row_count.value, V = vector_count.value;
+    F products[R][V];
+    multiply_keys<R>(load_key, head_dim, own, q + r * head_dim, first, products);
+    for (int i = 0; i < R; ++i)
+      for (int v = 0; v < V; ++v) {
+        float* to = scores + (r + i) * stride + 16 * (first + v);
+        const F scaled = mul(products[i][v], factor[first + v]);
+        store(to, own.joins ? add(load(to), scaled) : scaled);
       }
-      for (int j = 0; j < 4; ++j) put(acc[j], i, scores + (r + j) * stride + 16 * i);
-    }
-  for (; r < rows; ++r) {
-    F acc[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t i = 0; i < vectors && vectors < 4; ++i)
-      for (int64_t d = own.first; d < own.last; ++d)
-        acc[i] = fma(set1(q[r * kv.head_dim + d]), load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes),
-                     acc[i]);
-    for (int64_t d = own.first; d < own.last && vectors == 4; ++d) {
-      const F value = set1(q[r * kv.head_dim + d]);
-      for (int i = 0; i < 4; ++i)
-        acc[i] = fma(value, load_codes(keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
-    }
-    for (int64_t i = 0; i < vectors; ++i) put(acc[i], i, scores + r * stride + 16 * i);
-  }
+  };
+  const auto score_rows = [&](auto row_count) ONDEVICE_INLINED {
+    constexpr int R = row_count.value, V = kManyRegisters ? 4 : R > 2 ? 1 : R > 1 ? 2 : 4;
+    int64_t first = 0;
+    for (; first + V <= vectors; first += V) score_vectors(row_count, Count<V>(), first);
+    for (; first < vectors; ++first) score_vectors(row_count, Count<1>(), first);
+    r += R;
+  };
+  while (r + 4 <= rows) score_rows(Count<4>());
+  if (r + 3 <= rows) score_rows(Count<3>());
+  if (r + 2 <= rows) score_rows(Count<2>());
+  if (r < rows) score_rows(Count<1>());
 }
 
-// Scores over all dimensions: in two steps where those of values have scales of their own.
+// Scores over all dimensions: in two steps where those of values have scales of their own. floats: scratch
+// memory, (64, dim).
 void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, int64_t vectors,
-                 float scale, float* scores, int64_t stride) {
-  const int64_t split = kv.latent && kv.bits == 8 ? kv.latent : 0;
-  if (split)
-    score_dimensions(head.keys, kv, {0, split, head.value_scales, false}, q, rows, vectors, scale, scores,
+                 float scale, float* floats, float* scores, int64_t stride) {
+  const int64_t dim = kv.head_dim, split = kv.latent && kv.bits == 8 ? kv.latent : 0;
+  const auto score = [&](const auto& load_key) {
+    if (split)
+      score_dimensions(load_key, dim, {0, split, head.value_scales, false}, q, rows, vectors, scale, scores,
+                       stride);
+    score_dimensions(load_key, dim, {split, dim, head.key_scales, split > 0}, q, rows, vectors, scale, scores,
                      stride);
-  score_dimensions(head.keys, kv, {split, kv.head_dim, head.key_scales, split > 0}, q, rows, vectors, scale,
-                   scores, stride);
+  };
+  if (rows >= kConvertedRows) {
+    for (int64_t i = 0; i < vectors * dim * kLanes; i += kLanes)
+      store(floats + i, load_codes(head.keys, kv.bits, i));
+    return score([&](int64_t i) { return load(floats + i); });
+  }
+  if (kv.bits == 16) return score([&](int64_t i) { return load_codes<16>(head.keys, i); });
+  score([&](int64_t i) { return load_codes<8>(head.keys, i); });
+}
+
+// The largest of n values, at least one.
+float largest(const float* values, int64_t n) {
+  float lanes[kLanes];
+  int64_t i = kLanes;
+  if (n >= kLanes) {
+    F top = load(values);
+    for (; i + kLanes <= n; i += kLanes) top = max(top, load(values + i));
+    store(lanes, top);
+  } else {
+    i = 1;
+    for (float& lane : lanes) lane = values[0];
+  }
+  float top = lanes[0];
+  for (int64_t k = 1; k < kLanes; ++k) top = lanes[k] > top ? lanes[k] : top;
+  for (; i < n; ++i) top = values[i] > top ? values[i] : top;
+  return top;
 }
 
 // exp(score - max) over positions [low, high] of a row that starts at position `base`; 0 outside.
 // The sum is kept in 16 lanes by position % 16 and returned. sink: a score beside those of the row, or null.
 float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t high, const float* sink) {
-  float top = scores[low - base];
+  float top = largest(scores + low - base, high + 1 - low);
   if (sink && *sink > top) top = *sink;
-  for (int64_t p = low; p <= high; ++p) top = scores[p - base] > top ? scores[p - base] : top;
   F sum = zero();
   for (int64_t p = base; p < end; p += 16) {
     F e = zero();
@@ -103,31 +153,37 @@ void multiply(float* x, const float* by, int64_t n) {
   for (; i < n; ++i) x[i] *= by[i];
 }
 
-// acc[d] gains weight * value for positions [low, high] of one block, ascending. load_at(p, d) gives
-// values d .. d + 15 of position p.
+// D vectors of values, from dimension d on, of positions [low, high] of one block, ascending: acc[r * width]
+// gains weights[r * stride] * value, for R rows. load_at(p, d) gives values d .. d + 15 of position p.
+template <int R, int D, class Load>
+ONDEVICE_INLINE void weigh_dimensions(const Load& load_at, int64_t width, const float* weights,
+                                      int64_t stride, int64_t low, int64_t high, int64_t d, float* acc) {
+  F sums[R][D];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < D; ++i) sums[r][i] = load(acc + r * width + d + 16 * i);
+  for (int64_t p = low; p <= high; ++p) {
+    F values[D];
+    for (int i = 0; i < D; ++i) values[i] = load_at(p, d + 16 * i);
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < D; ++i) sums[r][i] = fma(set1(weights[r * stride + p]), values[i], sums[r][i]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < D; ++i) store(acc + r * width + d + 16 * i, sums[r][i]);
+}
+
+template <int R, class Load>
+void weigh_rows(const Load& load_at, int64_t width, const float* weights, int64_t stride, int64_t low,
+                int64_t high, float* acc) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) weigh_dimensions<R, 4>(load_at, width, weights, stride, low, high, d, acc);
+  for (; d < width; d += 16) weigh_dimensions<R, 1>(load_at, width, weights, stride, low, high, d, acc);
+}
+
+// The same for one row.
 template <class Load>
 void weigh_values(const Load& load_at, int64_t width, const float* weights, int64_t low, int64_t high,
                   float* acc) {
-  int64_t d = 0;
-  for (; d + 64 <= width; d += 64) {
-    F a = load(acc + d), b = load(acc + d + 16), c = load(acc + d + 32), e = load(acc + d + 48);
-    for (int64_t p = low; p <= high; ++p) {
-      const F w = set1(weights[p]);
-      a = fma(w, load_at(p, d), a);
-      b = fma(w, load_at(p, d + 16), b);
-      c = fma(w, load_at(p, d + 32), c);
-      e = fma(w, load_at(p, d + 48), e);
-    }
-    store(acc + d, a);
-    store(acc + d + 16, b);
-    store(acc + d + 32, c);
-    store(acc + d + 48, e);
-  }
-  for (; d < width; d += 16) {
-    F a = load(acc + d);
-    for (int64_t p = low; p <= high; ++p) a = fma(set1(weights[p]), load_at(p, d), a);
-    store(acc + d, a);
-  }
+  weigh_rows<1>(load_at, width, weights, 0, low, high, acc);
 }
 
 // The value at position `slot` of a block as floats (width), zeros behind value_dim.
@@ -170,6 +226,12 @@ void load_values(const Head& head, const KvView& kv, int64_t seen, int64_t width
       for (int64_t i = 0; i < kLanes && p + i < seen; ++i)
         for (int64_t k = 0; k < 16; ++k) values[(p + i) * width + d + k] = lanes[k][i];
     }
+}
+
+// Fetches a block's keys or values, `dim` codes each: blocks lie apart, where hardware doesn't foresee the
+// next.
+void prefetch_codes(const uint8_t* codes, const KvView& kv, int64_t dim) {
+  for (int64_t at = 0; at < kKvBlock * dim * kv.bits / 8; at += 64) prefetch(codes + at);
 }
 
 int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -232,27 +294,51 @@ struct Queries {
   }
 };
 
+// The same for rows r to r + R - 1 of those below, which share each value at the positions that all of them
+// see. weights, acc: those of row r.
+template <int R, class Load>
+void weigh_together(const Load& load_at, const Queries& queries, int64_t r, int64_t p, int64_t seen,
+                    const float* weights, int64_t span, int64_t width, float* acc) {
+  int64_t low[R], high[R], from = 0, to = seen - 1;
+  for (int i = 0; i < R; ++i) {
+    const int64_t query = queries.query_of(r + i);
+    low[i] = max_of(queries.lowest(query) - p, 0);
+    high[i] = min_of(queries.position(query) - p, seen - 1);
+    from = max_of(from, low[i]);
+    to = min_of(to, high[i]);
+  }
+  to = max_of(to, from - 1);
+  for (int i = 0; i < R && R > 1; ++i)
+    weigh_values(load_at, width, weights + i * span, low[i], min_of(high[i], from - 1), acc + i * width);
+  weigh_rows<R>(load_at, width, weights, span, from, to, acc);
+  for (int i = 0; i < R && R > 1; ++i)
+    weigh_values(load_at, width, weights + i * span, to + 1, high[i], acc + i * width);
+}
+
 // acc (rows, width) gains weight * value of each row's visible positions among the first `seen` of the block
 // that begins at position `p`. weights: row r's are `span` floats behind row r - 1's, the first for position
 // p; scaled in place. block: scratch memory, (64, width).
 void weigh_block(const Queries& queries, const Head& at, int64_t p, int64_t seen, int64_t rows,
                  float* weights, int64_t span, int64_t width, float* block, float* acc) {
   const KvView& kv = queries.args.kv;
-  // Values are converted to floats once for several rows; for a single row, as they are read.
-  const bool convert = rows > 1 || kv.latent || width != kv.value_dim();
-  if (convert) load_values(at, kv, seen, width, block);
-  for (int64_t r = 0; r < rows; ++r, weights += span, acc += width) {
-    const int64_t query = queries.query_of(r);
-    const int64_t low = max_of(queries.lowest(query) - p, 0),
-                  high = min_of(queries.position(query) - p, seen - 1);
-    if (at.value_scales) multiply(weights, at.value_scales, seen);
-    if (convert)
-      weigh_values([&](int64_t i, int64_t d) { return load(block + i * width + d); }, width, weights, low,
-                   high, acc);
-    else
-      weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * width + d); }, width,
-                   weights, low, high, acc);
-  }
+  for (int64_t r = 0; r < rows && at.value_scales; ++r) multiply(weights + r * span, at.value_scales, seen);
+  const auto weigh_all = [&](const auto& load_at) {
+    int64_t r = 0;
+    const auto weigh_some = [&](auto count) ONDEVICE_INLINED {
+      weigh_together<count.value>(load_at, queries, r, p, seen, weights + r * span, span, width,
+                                  acc + r * width);
+      r += count.value;
+    };
+    while (r + kRowsTogether <= rows) weigh_some(Count<kRowsTogether>());
+    if (kRowsTogether > 3 && r + 3 <= rows) weigh_some(Count<3>());
+    if (kRowsTogether > 2 && r + 2 <= rows) weigh_some(Count<2>());
+    if (r < rows) weigh_some(Count<1>());
+  };
+  // Values are converted to floats once for all rows; where they are read once, as they are read.
+  if (rows <= kRowsTogether && !kv.latent && width == kv.value_dim())
+    return weigh_all([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * width + d); });
+  load_values(at, kv, seen, width, block);
+  weigh_all([&](int64_t i, int64_t d) { return load(block + i * width + d); });
 }
 
 }  // namespace
@@ -275,15 +361,17 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   float* q = scratch;                 // (rows, dim)
   float* scores = q + rows * dim;     // (rows, span)
   float* acc = scores + rows * span;  // (rows, width)
-  float* block = acc + rows * width;  // (64, width)
-  float* sums = block + kKvBlock * width;
+  float* block = acc + rows * width;  // (64, dim or width)
+  float* sums = block + kKvBlock * pad16(max_of(dim, value_dim));
   Path path(args, head, width, sums + rows);  // (64, width), of a tree
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + queries.query_of(r) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
-  for (int64_t p = base; p < end; p += kKvBlock)
+  for (int64_t p = base; p < end; p += kKvBlock) {
+    if (p + kKvBlock < end) prefetch_codes(head_at(kv, p / kKvBlock + 1, head).keys, kv, dim);
     score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), args.scale,
-                scores + p - base, span);
+                block, scores + p - base, span);
+  }
   for (int64_t r = 0; r < rows && args.soft_cap > 0.0f; ++r)
     soft_cap(scores + r * span, args.soft_cap, last + 1 - base);
   // Calls function(first depth inside the window, last depth, scores from the fork on, row) for each row of a
@@ -303,9 +391,11 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
     sums[r] = softmax_row(scores + r * span, base, end, queries.lowest(query), queries.position(query), sink);
   }
   for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
-  for (int64_t p = base; p < fork; p += kKvBlock)
+  for (int64_t p = base; p < fork; p += kKvBlock) {
+    if (p + kKvBlock < fork) prefetch_codes(head_at(kv, p / kKvBlock + 1, head).values, kv, value_dim);
     weigh_block(queries, head_at(kv, p / kKvBlock, head), p, min_of(kKvBlock, fork - p), rows,
                 scores + p - base, span, width, block, acc);
+  }
   each_path([&](int64_t depth, int64_t deepest, float* weights, int64_t r) {
     path.weigh(weights, depth, deepest, acc + r * width);
   });

@@ -18,11 +18,14 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) acc[n][t] = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
+    // Tiles side by side are each fetched half as far ahead, behind their ends those of the next pair.
+    const int64_t near = kAhead / N,
+                  ahead = g * kBytes + near < tile_bytes ? near : near + (N - 1) * tile_bytes;
     const uint8_t* affines[N];
     for (int n = 0; n < N; ++n) {
       affines[n] = tiles + n * tile_bytes + g * kBytes + kCodes;
-      prefetch(affines[n] + kAhead);
-      if (FORM::kAffine > 64) prefetch(affines[n] + 64 + kAhead);
+      prefetch(affines[n] + ahead);
+      if (FORM::kAffine > 64) prefetch(affines[n] + 64 + ahead);
     }
     for (int64_t part = 0; part < FORM::kScales; ++part) {
       const int64_t at = x.at(t0, g) * FORM::kScales + part;
@@ -32,7 +35,7 @@ void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const
       for (int t = 0; t < TT; ++t) int_sums[t] = x.int_sums[at + t * FORM::kScales];
       F sums[N][TT];
       dot_blocks<typename FORM::Codes, TT, N, FORM::kCols>(blocks, x.codes + at * FORM::kCols, kGroup,
-                                                           int_sums, sums);
+                                                           int_sums, sums, ahead);
       for (int n = 0; n < N; ++n)
         for (int t = 0; t < TT; ++t)
           acc[n][t] =

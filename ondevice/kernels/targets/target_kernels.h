@@ -257,10 +257,10 @@ ONDEVICE_INLINE void dot_high_blocks(const uint8_t* const* blocks, const int8_t*
 // Sums of the code products of N blocks of 16 rows and COLS columns, 32 or 64, with TT tokens, whose codes
 // are `stride` bytes apart (addresses in an array cost AVX-512 a seventh of a prompt's products). They are
 // exact, so their order doesn't matter: with few tokens, each has two chains of additions, because one would
-// leave the multiplier idle.
+// leave the multiplier idle. ahead: bytes from what is multiplied to what is fetched.
 template <class CODES, int TT, int N, int COLS = kGroup>
 ONDEVICE_INLINE void dot_blocks(const uint8_t* const* blocks, const int8_t* x, int64_t stride,
-                                const int32_t* int_sums, F (*sums)[TT]) {
+                                const int32_t* int_sums, F (*sums)[TT], int64_t ahead = kAhead) {
   constexpr int BITS = CODES::kBits;
   if constexpr (in_planes(BITS)) return dot_high_blocks<BITS, TT, N, COLS>(blocks, x, stride, sums);
 #if defined(ONDEVICE_WORD_SUMS)
@@ -279,8 +279,8 @@ ONDEVICE_INLINE void dot_blocks(const uint8_t* const* blocks, const int8_t* x, i
     for (int n = 0; n < N; ++n) {
       const uint8_t* at = blocks[n] + 16 * BITS * v;
       const B raw = load_bytes(at);
-      prefetch(at + kAhead);
-      if (BITS == 8) prefetch(at + 64 + kAhead);
+      prefetch(at + ahead);
+      if (BITS == 8) prefetch(at + 64 + ahead);
       low[n] = BITS == 4 ? CODES::of(low_nibbles(raw)) : raw;
       high[n] = BITS == 4 ? CODES::of(high_nibbles(raw)) : load_bytes(at + 64);
     }
