@@ -35,11 +35,11 @@ struct Dimensions {
 // The products of R queries, from q on, with V vectors of 16 keys from vector `first` on. load_key(i) gives
 // 16 values of the keys' block.
 template <int R, int V, class Load>
-ONDEVICE_INLINE void multiply_keys(const Load& load_key, int64_t head_dim, const Dimensions& own,
+ONDEVICE_INLINE void multiply_keys(const Load& load_key, int64_t head_dim, const Dimensions& dims,
                                    const float* q, int64_t first, F (*products)[V]) {
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) products[r][v] = zero();
-  for (int64_t d = own.first; d < own.last; ++d) {
+  for (int64_t d = dims.first; d < dims.last; ++d) {
     F k[V];
     for (int v = 0; v < V; ++v) k[v] = load_key(((first + v) * head_dim + d) * kLanes);
     for (int r = 0; r < R; ++r)
@@ -51,21 +51,21 @@ ONDEVICE_INLINE void multiply_keys(const Load& load_key, int64_t head_dim, const
 // -> scores[r * stride + position]. Queries share each key vector, and key vectors each query, so that enough
 // sums are under way to keep the multiplier busy.
 template <class Load>
-void score_dimensions(const Load& load_key, int64_t head_dim, const Dimensions& own, const float* q,
+void score_dimensions(const Load& load_key, int64_t head_dim, const Dimensions& dims, const float* q,
                       int64_t rows, int64_t vectors, float scale, float* scores, int64_t stride) {
   F factor[4];
   for (int i = 0; i < 4; ++i)
-    factor[i] = own.scales ? mul(load(own.scales + 16 * i), set1(scale)) : set1(scale);
+    factor[i] = dims.scales ? mul(load(dims.scales + 16 * i), set1(scale)) : set1(scale);
   int64_t r = 0;
   const auto score_vectors = [&](auto row_count, auto vector_count, int64_t first) ONDEVICE_INLINED {
     constexpr int R = row_count.value, V = vector_count.value;
     F products[R][V];
-    multiply_keys<R>(load_key, head_dim, own, q + r * head_dim, first, products);
+    multiply_keys<R>(load_key, head_dim, dims, q + r * head_dim, first, products);
     for (int i = 0; i < R; ++i)
       for (int v = 0; v < V; ++v) {
         float* to = scores + (r + i) * stride + 16 * (first + v);
         const F scaled = mul(products[i][v], factor[first + v]);
-        store(to, own.joins ? add(load(to), scaled) : scaled);
+        store(to, dims.joins ? add(load(to), scaled) : scaled);
       }
   };
   const auto score_rows = [&](auto row_count) ONDEVICE_INLINED {
@@ -81,7 +81,7 @@ void score_dimensions(const Load& load_key, int64_t head_dim, const Dimensions& 
   if (r < rows) score_rows(Count<1>());
 }
 
-// Scores over all dimensions: in two steps where those of values have scales of their own. floats: scratch
+// Scores over all dimensions: in two steps where those of values have scales of their dims. floats: scratch
 // memory, (64, dim).
 void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, int64_t vectors,
                  float scale, float* floats, float* scores, int64_t stride) {
@@ -104,18 +104,13 @@ void score_block(const Head& head, const KvView& kv, const float* q, int64_t row
 
 // The largest of n values, at least one.
 float largest(const float* values, int64_t n) {
+  F tops = set1(values[0]);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) tops = max(tops, load(values + i));
   float lanes[kLanes];
-  int64_t i = kLanes;
-  if (n >= kLanes) {
-    F top = load(values);
-    for (; i + kLanes <= n; i += kLanes) top = max(top, load(values + i));
-    store(lanes, top);
-  } else {
-    i = 1;
-    for (float& lane : lanes) lane = values[0];
-  }
+  store(lanes, tops);
   float top = lanes[0];
-  for (int64_t k = 1; k < kLanes; ++k) top = lanes[k] > top ? lanes[k] : top;
+  for (const float lane : lanes) top = lane > top ? lane : top;
   for (; i < n; ++i) top = values[i] > top ? values[i] : top;
   return top;
 }
@@ -171,6 +166,7 @@ ONDEVICE_INLINE void weigh_dimensions(const Load& load_at, int64_t width, const 
     for (int i = 0; i < D; ++i) store(acc + r * width + d + 16 * i, sums[r][i]);
 }
 
+// `weigh_dimensions` for all of a value's dimensions.
 template <int R, class Load>
 void weigh_rows(const Load& load_at, int64_t width, const float* weights, int64_t stride, int64_t low,
                 int64_t high, float* acc) {
@@ -294,8 +290,8 @@ struct Queries {
   }
 };
 
-// The same for rows r to r + R - 1 of those below, which share each value at the positions that all of them
-// see. weights, acc: those of row r.
+// `weigh_block` for rows r to r + R - 1, which share each value at the positions that all of them see.
+// load_at: as in `weigh_dimensions`. weights, acc: those of row r.
 template <int R, class Load>
 void weigh_together(const Load& load_at, const Queries& queries, int64_t r, int64_t p, int64_t seen,
                     const float* weights, int64_t span, int64_t width, float* acc) {

@@ -1,41 +1,35 @@
-"""Texts that share passes: total tokens per second with 1, 2, 4 and 8 of them, on a random Llama-7B shape.
+"""Texts that share passes: total tokens per second with 1, 2, 4 and 8 of them.
 
-    python -m tests.benchmarks.compare.batching --workdir DIR
+    python -m tests.benchmarks.compare.batching --model BUNDLE
 
 Under a budget of half the bundle, where every pass reads weights from flash, and under one that holds it all;
-dense, 8-bit keys and values, with `--speculation off` and with `auto`. Each client continues a prompt of its
-own; tokens count from when all have their first until one has its last. Four texts of the most clients must
-be those that they are alone. Ends with one JSON line; exits 0 only if four clients give 2.5 times the tokens
-of one from flash and 1.5 times from memory, without drafts.
-
-The bundle, 3.9 GB, is converted from shards that exist nowhere (`virtual_hub.py`) on the first call.
+8-bit keys and values, with `--speculation off` and with `auto`. Each client asks a question of its own, of
+the kinds of `tests/benchmarks/real/texts.py`; tokens count from when all have their first until one has its
+last. Four texts of the most clients must be those that they are alone. Ends with one JSON line; exits 0 only
+if four clients give 2.5 times the tokens of one from flash and 1.5 times from memory, without drafts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ondevice
 from ondevice.config import Speculation
 from tests.benchmarks.lib.measure import machine, note
-from tests.benchmarks.lib.ondevice_bundle import convert_command
-from tests.benchmarks.lib.random_model import LLAMA_7B, huggingface_config, huggingface_tensors, random_tokens
-from tests.benchmarks.lib.virtual_hub import REPOSITORY, Repository, serving
+from tests.benchmarks.real.texts import KINDS, prompts
+from tests.support.paths import SHARED_DATA
 
-CONTEXT = 512
-PROMPT_TOKENS = 16
-NO_END = {2: -math.inf}
+CONTEXT = 1024
+TEXTS_OF_A_KIND = 4
+MOST_CLIENTS = TEXTS_OF_A_KIND * len(KINDS)
 WARM_TOKENS = 4
 CHECKED = 4
 """Texts of the most clients that are compared with their own alone; the first one always is."""
@@ -57,17 +51,11 @@ class Row:
     same_text: bool
 
 
-def bundle_of(workdir: Path) -> Path:
-    """The bundle, made on the first call."""
-    output = workdir / "llama-7b-q4"
-    if (output / "bundle.json").is_file():
-        return output
-    workdir.mkdir(parents=True, exist_ok=True)
-    command = [*convert_command(Path(REPOSITORY), output), "--yes"]
-    with serving(Repository(huggingface_config(LLAMA_7B), huggingface_tensors(LLAMA_7B))) as address:
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
-    return output
+def questions(model: ondevice.Model, count: int) -> list[list[int]]:
+    """Token ids of the first `count` questions, of each kind in turn."""
+    kinds = prompts(SHARED_DATA, TEXTS_OF_A_KIND).values()
+    mixed = [text for texts in zip(*kinds, strict=True) for text in texts]
+    return [model.chat_ids([{"role": "user", "content": text}]) for text in mixed[:count]]
 
 
 @dataclass
@@ -78,9 +66,9 @@ class Client:
     tokens: list[int]
     times: list[float]
 
-    def run(self, model: ondevice.Model, count: int, bias: Mapping[int, float] = NO_END) -> None:
+    def run(self, model: ondevice.Model, count: int) -> None:
         """Continue the prompt by `count` tokens."""
-        for event in model.stream(tokens=self.prompt, max_tokens=count, logit_bias=bias):
+        for event in model.stream(tokens=self.prompt, max_tokens=count, end_tokens=()):
             if event.token is not None:
                 self.tokens.append(event.token)
                 self.times.append(time.monotonic())
@@ -88,21 +76,21 @@ class Client:
 
 def together(model: ondevice.Model, clients: int, count: int) -> list[Client]:
     """That many clients at once."""
-    prompts = [random_tokens(PROMPT_TOKENS, LLAMA_7B.vocab_size, seed) for seed in range(clients)]
-    found = [Client(prompt, [], []) for prompt in prompts]
-    threads = [threading.Thread(target=client.run, args=(model, count)) for client in found]
+    texts = [Client(prompt, [], []) for prompt in questions(model, clients)]
+    threads = [threading.Thread(target=client.run, args=(model, count)) for client in texts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return texts
 
 
 def rate(clients: Sequence[Client]) -> float:
     """Tokens of all per second, from when all have their first until one has its last."""
     begin, end = max(client.times[0] for client in clients), min(client.times[-1] for client in clients)
-    tokens = sum(begin < moment <= end for client in clients for moment in client.times)
-    return tokens / (end - begin)
+    if end <= begin:
+        raise SystemExit("a text ended before another began; give more --tokens")
+    return sum(begin < moment <= end for client in clients for moment in client.times) / (end - begin)
 
 
 def rows(
@@ -118,7 +106,6 @@ def rows(
         bundle,
         dram_budget=size // 2 if budget == "half" else "auto",
         backend="cpu",
-        sparsity="dense",
         speculation=speculation,
         kv_bits=8,
         max_context=CONTEXT,
@@ -136,8 +123,7 @@ def rows(
                 for at, client in enumerate(clients):
                     same = same and texts.setdefault(at, client.tokens) == client.tokens
         for at in range(1, min(len(texts), CHECKED)):
-            prompt = random_tokens(PROMPT_TOKENS, LLAMA_7B.vocab_size, at)
-            same = same and texts[at] == _alone(model, prompt, tokens)
+            same = same and texts[at] == _alone(model, questions(model, at + 1)[at], tokens)
         peak = model.counters.peak_memory_bytes
     return [
         Row(
@@ -156,37 +142,38 @@ def rows(
 
 def _alone(model: ondevice.Model, prompt: list[int], tokens: int) -> list[int]:
     """The text behind a prompt, alone."""
-    found = Client(prompt, [], [])
-    found.run(model, tokens)
-    return found.tokens
+    client = Client(prompt, [], [])
+    client.run(model, tokens)
+    return client.tokens
 
 
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compare.batching")
-    parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--model", type=Path, required=True, help="a bundle with a chat template")
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[1, 2, 4, 8], help=f"at most {MOST_CLIENTS}"
+    )
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budgets", nargs="+", choices=tuple(AT_LEAST), default=list(AT_LEAST))
     parser.add_argument("--speculation", nargs="+", choices=("off", "auto"), default=["off", "auto"])
     options = parser.parse_args()
-    bundle = bundle_of(options.workdir)
-    found = [
+    measured = [
         row
         for budget in options.budgets
         for speculation in options.speculation
-        for row in rows(bundle, budget, speculation, options.clients, options.tokens, options.rounds)
+        for row in rows(options.model, budget, speculation, options.clients, options.tokens, options.rounds)
     ]
-    rates = {(row.budget, row.speculation, row.clients): row.tokens_per_second for row in found}
+    rates = {(row.budget, row.speculation, row.clients): row.tokens_per_second for row in measured}
     ratios = {
         budget: round(rates[budget, "off", 4] / rates[budget, "off", 1], 2)
         for budget in AT_LEAST
         if (budget, "off", 4) in rates and (budget, "off", 1) in rates
     }
     held = all(ratio >= AT_LEAST[budget] for budget, ratio in ratios.items())
-    held = held and all(row.same_text for row in found)
-    result = {"machine": machine(), "rows": list(map(asdict, found)), "four to one": ratios, "held": held}
+    held = held and all(row.same_text for row in measured)
+    result = {"machine": machine(), "rows": list(map(asdict, measured)), "four to one": ratios, "held": held}
     print(json.dumps(result))
     return 0 if held else 1
 
