@@ -77,10 +77,7 @@ class CpuPlainLayer:
     ) -> None:
         self._spec = spec
         self._weights = weights
-        self._adapters = None
-        if adapters is not None:
-            low_ranks = adapters.qkv, adapters.out, adapters.feed_forward
-            self._adapters = tuple((of.down.matrix, of.up.matrix) for of in low_ranks)
+        self._adapters = None if adapters is None else _native_adapters(adapters)
         self.heads = heads
         self.qkv, self.out = weights.qkv, weights.out
         self.slices: CpuSlices = weights.feed_forward
@@ -211,6 +208,15 @@ class CpuPlainLayers:
             self._buffer("low rank", (len(x) - adapted, self._most_rank)) if adapted < len(x) else None,
         )
         return len(forms)
+
+
+def _native_adapters(
+    adapters: LayerAdapters,
+) -> tuple[_native.LowRank, _native.LowRank, _native.LowRank]:
+    def matrices(adapter: Any) -> _native.LowRank:
+        return adapter.down.matrix, adapter.up.matrix
+
+    return matrices(adapters.qkv), matrices(adapters.out), matrices(adapters.feed_forward)
 
 
 def _sequence_rows(place: SequencePlace) -> _native.SequenceRows:

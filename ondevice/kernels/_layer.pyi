@@ -66,7 +66,6 @@ def run_layers(
     sequences: whose rows x has, in their order. windows: of each layer, 0 for those that keep all tokens.
     offsets: of each layer, as in `attend`. ropes: cosines and sines, (T, head_dim / 2).
     projected, attended: scratch memory of T rows, as wide as the widest layer's. adapted: the first row to
-    which adapters are added. narrow: scratch memory of the adapted rows, as wide as the largest rank;
-None if
+    which adapters are added. narrow: scratch memory of the adapted rows, as wide as the largest rank; None if
     no row is adapted.
     """

@@ -14,6 +14,7 @@ from ondevice.kernels._delta import replay_delta as replay_delta
 from ondevice.kernels._delta import short_conv as short_conv
 from ondevice.kernels._delta import short_conv_ahead as short_conv_ahead
 from ondevice.kernels._delta import sigmoid_gate as sigmoid_gate
+from ondevice.kernels._layer import LowRank as LowRank
 from ondevice.kernels._layer import PlainLayer as PlainLayer
 from ondevice.kernels._layer import SequenceRows as SequenceRows
 from ondevice.kernels._layer import run_layers as run_layers
