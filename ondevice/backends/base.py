@@ -19,7 +19,7 @@ from ondevice.backends.expert_records import ExpertRecords
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.latent import LatentOps
-from ondevice.backends.plain_layers import LayerAdapters, PlainLayers, PlainWeights
+from ondevice.backends.plain_layers import Adapters, PlainLayers, PlainWeights
 from ondevice.backends.recurrent import RecurrentOps, StateStore
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.backends.token_tree import TokenTree
@@ -308,15 +308,10 @@ class Backend(LatentOps, RecurrentOps, Protocol):
         """
 
     def plain_layers(
-        self,
-        config: ModelConfig,
-        layers: Sequence[PlainWeights],
-        adapters: Sequence[LayerAdapters | None],
+        self, config: ModelConfig, layers: Sequence[PlainWeights], adapters: Adapters
     ) -> PlainLayers | None:
         """An object that runs those layers of a model that are plain, in place of single ops. None if ops run
         every layer.
-
-        adapters: each layer's stream adapters, or None.
         """
 
     def begin_pass(self, batch: ForwardBatch) -> None:

@@ -37,7 +37,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import KVLayout
 from ondevice.backends.neuron_source import Planes
 from ondevice.backends.offloading import OffloadingBackend
-from ondevice.backends.plain_layers import LayerAdapters, PlainWeights
+from ondevice.backends.plain_layers import Adapters, PlainWeights
 from ondevice.backends.routing import Routing, native_route, sigmoid
 from ondevice.backends.tiled_source import TiledSource
 from ondevice.bundle.layout import SliceLayout
@@ -167,10 +167,7 @@ class CpuBackend(OffloadingBackend, CpuAttention, CpuRecurrent):
         return loaded
 
     def plain_layers(
-        self,
-        config: ModelConfig,
-        layers: Sequence[PlainWeights],
-        adapters: Sequence[LayerAdapters | None],
+        self, config: ModelConfig, layers: Sequence[PlainWeights], adapters: Adapters
     ) -> CpuPlainLayers | None:
         return cpu_plain_layers(self.runner, config, layers, adapters, self._buffer)
 

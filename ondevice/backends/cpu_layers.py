@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 from ondevice.backends.base import Float32
@@ -11,10 +11,12 @@ from ondevice.backends.cpu_attention import block_addresses
 from ondevice.backends.cpu_matrices import CpuLinear, StreamedLinear
 from ondevice.backends.cpu_neurons import CpuSlices, native_form
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.backends.plain_layers import LayerAdapters, PlainWeights, SequencePlace
+from ondevice.backends.plain_layers import Adapters, PlainWeights, SequencePlace
 from ondevice.kernels import _native
 from ondevice.model_config import HeadSizes, LayerSpec, ModelConfig
 
+NativeAdapters: TypeAlias = "tuple[_native.LowRank, _native.LowRank, _native.LowRank]"
+"""The adapters of queries, keys and values, of attention's output, and of the feed-forward."""
 MAX_ROWS = 64
 """Rows of the largest batch that runs here: for longer ones Python takes no time worth saving."""
 BYTES_AT_ONCE = 256 << 20
@@ -26,7 +28,7 @@ def cpu_plain_layers(
     runner: _native.Runner,
     config: ModelConfig,
     layers: Sequence[PlainWeights],
-    adapters: Sequence[LayerAdapters | None],
+    adapters: Adapters,
     buffer: Callable[[str, tuple[int, int]], Float32],
 ) -> CpuPlainLayers | None:
     """An object that runs the plain ones among a model's layers, whose weights are `layers`. None if none is
@@ -35,15 +37,15 @@ def cpu_plain_layers(
     A layer that comes before one with prefetching is left out, because it also computes the estimate for
     that.
 
-    adapters: each layer's stream adapters, or None. buffer: given an op's name and a shape, returns the
-    backend's output array.
+    buffer: given an op's name and a shape, returns the backend's output array.
     """
-    following = [*layers[1:], *layers[-1:]]
     plain = [
-        CpuPlainLayer(spec, weights, config.stored_heads(spec), added)
+        CpuPlainLayer(spec, weights, config.stored_heads(spec), _native_adapters(adapters, layer))
         if has_native_form(spec, weights) and isinstance(after.feed_forward, CpuSlices)
         else None
-        for spec, weights, after, added in zip(config.layers, layers, following, adapters, strict=False)
+        for layer, (spec, weights, after) in enumerate(
+            zip(config.layers, layers, [*layers[1:], *layers[-1:]], strict=False)
+        )
     ]
     sizes = [layer.heads for layer in plain if layer is not None]
     if not sizes:
@@ -73,11 +75,11 @@ class CpuPlainLayer:
     """One plain layer, and its native form while all of it is in memory."""
 
     def __init__(
-        self, spec: LayerSpec, weights: PlainWeights, heads: HeadSizes, adapters: LayerAdapters | None
+        self, spec: LayerSpec, weights: PlainWeights, heads: HeadSizes, adapters: NativeAdapters | None
     ) -> None:
         self._spec = spec
         self._weights = weights
-        self._adapters = None if adapters is None else _native_adapters(adapters)
+        self._adapters = adapters
         self.heads = heads
         self.qkv, self.out = weights.qkv, weights.out
         self.slices: CpuSlices = weights.feed_forward
@@ -210,13 +212,16 @@ class CpuPlainLayers:
         return len(forms)
 
 
-def _native_adapters(
-    adapters: LayerAdapters,
-) -> tuple[_native.LowRank, _native.LowRank, _native.LowRank]:
+def _native_adapters(adapters: Adapters, layer: int) -> NativeAdapters | None:
+    """The matrices of a layer's adapters; None if it has none."""
+    of_layer = None if adapters is None else adapters.layer(layer)
+    if of_layer is None:
+        return None
+
     def matrices(adapter: Any) -> _native.LowRank:
         return adapter.down.matrix, adapter.up.matrix
 
-    return matrices(adapters.qkv), matrices(adapters.out), matrices(adapters.feed_forward)
+    return matrices(of_layer.qkv), matrices(of_layer.out), matrices(of_layer.feed_forward)
 
 
 def _sequence_rows(place: SequencePlace) -> _native.SequenceRows:

@@ -17,7 +17,7 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.latent import LatentWeights
 from ondevice.backends.mlx_states import MlxRecurrentOps
-from ondevice.backends.plain_layers import LayerAdapters, PlainWeights
+from ondevice.backends.plain_layers import Adapters, PlainWeights
 from ondevice.backends.row_sums import MIN_MEAN_SQUARE
 from ondevice.backends.stored_rows import table_rows
 from ondevice.backends.token_tree import TokenTree
@@ -183,12 +183,7 @@ class MlxOps(MlxRecurrentOps):
         narrow = narrow if activation is None else activate(narrow, activation)
         return mx.concatenate([y[:first], y[first:] + self.product(narrow, up)])
 
-    def plain_layers(
-        self,
-        config: ModelConfig,
-        layers: Sequence[PlainWeights],
-        adapters: Sequence[LayerAdapters | None],
-    ) -> None:
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights], adapters: Adapters) -> None:
         """None: ops run every layer."""
 
     def to_numpy(self, x: mx.array) -> Float32:

@@ -17,8 +17,8 @@ from ondevice.backends.token_tree import TokenTree
 
 PlainWeights: TypeAlias = Any
 """One layer's loaded weights, by the names of `model.weights.LayerWeights`."""
-LayerAdapters: TypeAlias = Any
-"""One layer's stream adapters, by the names of `model.weights.MultiStreamLayer`."""
+Adapters: TypeAlias = Any
+"""A model's stream adapters, a `model.weights.MultiStreamWeights`, or None."""
 
 
 class SequencePlace(Protocol):

@@ -35,7 +35,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.kv_layout import BLOCK_TOKENS, KVLayout
 from ondevice.backends.latent import LatentWeights
-from ondevice.backends.plain_layers import LayerAdapters, PlainWeights
+from ondevice.backends.plain_layers import Adapters, PlainWeights
 from ondevice.backends.recurrent import replay_conv
 from ondevice.backends.routing import route, sigmoid
 from ondevice.backends.row_sums import MIN_MEAN_SQUARE
@@ -416,12 +416,7 @@ class ReferenceBackend:
         narrow = narrow if activation is None else activate(narrow, activation)
         return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
 
-    def plain_layers(
-        self,
-        config: ModelConfig,
-        layers: Sequence[PlainWeights],
-        adapters: Sequence[LayerAdapters | None],
-    ) -> None:
+    def plain_layers(self, config: ModelConfig, layers: Sequence[PlainWeights], adapters: Adapters) -> None:
         """None: ops run every layer."""
 
     def to_numpy(self, x: Float32) -> Float32:

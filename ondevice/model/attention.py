@@ -22,10 +22,7 @@ HALF_ROOT = 0.5**0.5
 
 
 class Place(NamedTuple):
-    """Where `size` rows of one sequence belong: after `position` tokens in kv, which has room for them.
-
-    tree: the rows' tree; None if each row follows the one before.
-    """
+    """Where rows of one sequence belong, as in `SequencePlace` of `backends/plain_layers.py`."""
 
     kv: SequenceState
     position: int

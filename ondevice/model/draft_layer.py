@@ -25,7 +25,7 @@ from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RowFormat
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import memory
+from ondevice.kernels import _native, memory
 from ondevice.model.attention import Place, Rows, attention
 from ondevice.model.draft_experts import DraftExperts, GatedMatrices
 from ondevice.model.parts import MatrixPart, Part, VectorPart, part_tasks
@@ -186,7 +186,7 @@ class LoadedDraftLayer:
         """
         norm = None if self.layer.states_normed else self.norm("final_norm")
         logits = self.backend.to_numpy(self.backend.linear(hidden, self._head, norm))
-        if not np.isfinite(logits).all():
+        if not _native.all_finite(logits):
             raise BundleError(
                 f"the draft layer of {self.layer.sidecar.manifest} computes logits that are not "
                 "finite; convert it again"

@@ -162,8 +162,7 @@ class LayerRange:
         self.first = config.part.first
         self._thread = threading.get_ident()
         self._ropes = [Rope(spec) for spec in config.ropes]
-        adapters = [None if streams is None else streams.layer(it) for it in range(config.num_layers)]
-        self._plain = backend.plain_layers(config, weights.layers, adapters)
+        self._plain = backend.plain_layers(config, weights.layers, streams)
 
     def begin(self, forward_pass: ForwardPass) -> None:
         """Prepare for a pass: reserve room for its tokens. Raises what the cache's allocator raises."""

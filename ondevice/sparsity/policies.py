@@ -199,5 +199,4 @@ def decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
         return
     weights = ((1 - decay) * decay ** np.arange(tokens - 1, -1, -1)).astype(np.float32)
     mean *= np.float32(decay**tokens)
-    # No product of BLAS, whose threads go on spinning.
-    mean += np.einsum("t,tf->f", weights, values.astype(np.float32))
+    mean += weights @ values.astype(np.float32)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import threading
@@ -31,6 +32,8 @@ CONTEXT = 1024
 TEXTS_OF_A_KIND = 4
 MOST_CLIENTS = TEXTS_OF_A_KIND * len(KINDS)
 WARM_TOKENS = 4
+ROOM_BYTES = 1 << 30
+"""Beyond the bundle: keys and values of all clients, and the process. `auto` has those of one full context."""
 CHECKED = 4
 """Texts of the most clients that are compared with their own alone; the first one always is."""
 AT_LEAST = {"half": 2.5, "resident": 1.5}
@@ -68,15 +71,16 @@ class Client:
 
     def run(self, model: ondevice.Model, count: int) -> None:
         """Continue the prompt by `count` tokens."""
-        for event in model.stream(tokens=self.prompt, max_tokens=count, end_tokens=()):
+        no_end = dict.fromkeys(model.tokenizer.eos_ids, -math.inf)
+        for event in model.stream(tokens=self.prompt, max_tokens=count, logit_bias=no_end):
             if event.token is not None:
                 self.tokens.append(event.token)
                 self.times.append(time.monotonic())
 
 
-def together(model: ondevice.Model, clients: int, count: int) -> list[Client]:
-    """That many clients at once."""
-    texts = [Client(prompt, [], []) for prompt in questions(model, clients)]
+def together(model: ondevice.Model, prompts: Sequence[list[int]], count: int) -> list[Client]:
+    """A client for each prompt, all at once."""
+    texts = [Client(prompt, [], []) for prompt in prompts]
     threads = [threading.Thread(target=client.run, args=(model, count)) for client in texts]
     for thread in threads:
         thread.start()
@@ -104,7 +108,7 @@ def rows(
     same = True
     with ondevice.load(
         bundle,
-        dram_budget=size // 2 if budget == "half" else "auto",
+        dram_budget=size // 2 if budget == "half" else size + ROOM_BYTES,
         backend="cpu",
         speculation=speculation,
         kv_bits=8,
@@ -112,18 +116,19 @@ def rows(
         parallel=max(counts),
         memory_pressure="off",
     ) as model:
-        together(model, 1, WARM_TOKENS)
+        of_clients = questions(model, max(counts))
+        together(model, of_clients[:1], WARM_TOKENS)
         for _ in range(rounds):
             for count in counts:
                 before = model.counters.flash_bytes_read
-                clients = together(model, count, tokens)
+                clients = together(model, of_clients[:count], tokens)
                 read[count].append((model.counters.flash_bytes_read - before) / (count * tokens))
                 rates[count].append(round(rate(clients), 3))
                 note(f"{budget}, {speculation}, {count} clients: {rates[count][-1]} tokens/s")
                 for at, client in enumerate(clients):
                     same = same and texts.setdefault(at, client.tokens) == client.tokens
         for at in range(1, min(len(texts), CHECKED)):
-            same = same and texts[at] == _alone(model, questions(model, at + 1)[at], tokens)
+            same = same and texts[at] == together(model, of_clients[at : at + 1], tokens)[0].tokens
         peak = model.counters.peak_memory_bytes
     return [
         Row(
@@ -138,13 +143,6 @@ def rows(
         )
         for count in counts
     ]
-
-
-def _alone(model: ondevice.Model, prompt: list[int], tokens: int) -> list[int]:
-    """The text behind a prompt, alone."""
-    client = Client(prompt, [], [])
-    client.run(model, tokens)
-    return client.tokens
 
 
 def main() -> int:
