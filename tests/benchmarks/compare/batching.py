@@ -33,7 +33,7 @@ TEXTS_OF_A_KIND = 4
 MOST_CLIENTS = TEXTS_OF_A_KIND * len(KINDS)
 WARM_TOKENS = 4
 ROOM_BYTES = 1 << 30
-"""Beyond the bundle: keys and values of all clients, and the process. `auto` has those of one full context."""
+"""Beyond the bundle: keys and values of all clients, and the process. `auto` has those of one context."""
 CHECKED = 4
 """Texts of the most clients that are compared with their own alone; the first one always is."""
 AT_LEAST = {"half": 2.5, "resident": 1.5}
